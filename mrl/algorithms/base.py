@@ -1,0 +1,77 @@
+"""What a loss is: a per-token objective, and how its tokens are weighed against each other.
+
+The two are kept apart so that a batch may be split into micro-batches at will: the weights come from the whole batch,
+each micro-batch contributes `sum(loss_BT * weight_BT)`, and the sum of the contributions is the loss of the batch.
+
+Shapes: B sequences, T completion tokens (right-padded; `mask_BT` is 1 on tokens the policy sampled).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What every loss is made from."""
+
+    logprobs_BT: Tensor
+    """Of the policy being trained; the gradient flows through it."""
+    old_logprobs_BT: Tensor
+    """Of the policy before this batch's first update."""
+    advantages_BT: Tensor
+    """Broadcast over the tokens of a sequence, unless they differ by token."""
+    mask_BT: Tensor
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The losses' knobs; each loss reads its own."""
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A loss before aggregation, and what it did to each token."""
+
+    loss_BT: Tensor
+    ratio_BT: Tensor
+    clipped_low_BT: Tensor
+    """1 where the lower clip took the gradient away."""
+    clipped_high_BT: Tensor
+
+
+Normalization = Literal["sequences", "tokens", "max_length"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One member of `LOSSES`."""
+
+    per_token: Callable[[LossTerms, LossSettings], PolicyLoss]
+    normalization: Normalization
+    """sequences: mean of each sequence's mean; tokens: mean over all tokens; max_length: sum over a constant length."""
+
+
+def token_weights(
+    mask_BT: Tensor, normalization: Normalization, max_completion_length: int, num_sequences: int
+) -> Tensor:
+    """Weight of each token in a batch's loss; B×T, zero outside the mask.
+
+    mask_BT must be that of the whole batch, before it is split. num_sequences: B, and more where sequences were left out
+    for their length: they count, with a loss of 0, as in TRL.
+    """
+    mask_BT = mask_BT.float()
+    if normalization == "tokens":
+        return mask_BT / mask_BT.sum().clamp(min=1)
+    if normalization == "sequences":
+        return mask_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
+    return mask_BT / (num_sequences * max_completion_length)

@@ -1,0 +1,8 @@
+"""Engines: one policy on one set of devices, token ids in and out."""
+
+from mrl.engines.base import Engine
+from mrl.registry import Registry
+
+ENGINES: Registry[type[Engine]] = Registry("engines", "engine", {"transformers": "mrl.engines.transformers:TransformersEngine"})
+
+__all__ = ["ENGINES", "Engine"]

@@ -1,0 +1,43 @@
+"""What an engine is: one policy, on one set of devices. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, Self
+
+from mrl.config import ModelConfig
+from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Engine(Protocol):
+    """Implemented by one file per technology in this package."""
+
+    version: int
+    """The policy version now active."""
+
+    @classmethod
+    def create(cls, config: ModelConfig, ref: WeightRef) -> Self:
+        """An engine for the configured model, about to be given `ref`. Raises ModelError, EngineError."""
+        ...
+
+    async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+        """Sample one completion per request, in the order of the requests. Raises EngineError."""
+        ...
+
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
+        """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p)."""
+        ...
+
+    def load_weights(self, ref: WeightRef) -> int:
+        """Make `ref` the active policy and return its version. Raises SyncError; the old weights then stay whole."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors that are served, under their Hugging Face names."""
+        ...
+
+    def close(self) -> None:
+        """Free devices and threads. Calling it twice is allowed."""
+        ...

@@ -1,0 +1,255 @@
+"""Engine `transformers`: samples from a Hugging Face causal language model with a decode loop of its own.
+
+It needs nothing but torch and transformers, runs on any of their devices, and can sample from the very module the actor
+trains, which makes weight sync free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from mrl.engines.transformers_decode import Limits, decode
+from mrl.engines.transformers_model import CausalLM
+from mrl.engines.transformers_score import score
+from mrl.engines.transformers_weights import load_directory
+from mrl.errors import EngineError, SyncError
+from mrl.models import autocast_dtype, load_model, load_tokenizer
+from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from mrl.config import ModelConfig
+
+T = TypeVar("T")
+
+
+class TransformersEngine:
+    """One policy in this process, on the model's device.
+
+    model: a loaded causal language model, possibly wrapped by PEFT, possibly the actor's own. It is switched to
+        evaluation while it is used and back afterwards; the actor must not train it at the same time.
+    tokenizer: for stop strings and its end-of-sequence id; `None` if neither is needed.
+    max_model_len: tokens of prompt and completion together; a completion that reaches it ends with reason "length".
+    max_batch_tokens: rows x longest possible length decoded together. Default: what a quarter of the machine's memory
+        (half of the GPU's) holds of this model's keys and values, at most 2**20. It does not change what is sampled.
+    autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
+    version: the policy version the model holds now.
+
+    Raises EngineError when the model cannot be served: see `CausalLM`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        max_model_len: int,
+        max_batch_tokens: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        version: int = 0,
+    ) -> None:
+        if max_model_len < 2:
+            raise EngineError(f"max_model_len={max_model_len} leaves no room for a prompt and a completion token")
+        self.version = version
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._autocast_dtype = autocast_dtype
+        self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype)
+        self._limits = _limits(self._lm, max_model_len, max_batch_tokens)
+        self._eos_ids = _eos_ids(self._lm, tokenizer)
+        # A single thread of its own: calls queue up in order and cannot use up the event loop's shared threads, and
+        # torch keeps one set of OpenMP threads instead of one per calling thread.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-engine")
+        self._lock = threading.Lock()
+
+    @classmethod
+    def create(cls, config: ModelConfig, ref: WeightRef) -> TransformersEngine:
+        """An engine for the configured model: around `ref`'s live module where it has one, else around a copy.
+
+        Raises ModelError, EngineError. The weights of a `ref` that is a directory are not loaded yet.
+        """
+        model = ref.module if ref.module is not None else load_model(config)
+        device = next(model.parameters()).device
+        return cls(
+            model,
+            load_tokenizer(config),
+            max_model_len=config.max_model_len,
+            autocast_dtype=autocast_dtype(config, device),
+            version=ref.version,
+        )
+
+    async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+        """Sample one completion per request, in the order of the requests.
+
+        Stops at the model's end-of-sequence ids, `stop_token_ids` (both kept as last token), `stop` strings, or
+        `max_tokens` / `max_model_len` (reason "length"). Raises EngineError, naming the request, for a prompt that is
+        empty, too long or outside the vocabulary, for impossible sampling parameters, and for logits that are not
+        finite.
+        """
+        stopping = threading.Event()
+
+        def run(lm: CausalLM) -> list[Completion]:
+            for request in requests:
+                _check_request(request, self._max_model_len, lm.vocab_size)
+            with lm.inference():
+                return decode(
+                    lm,
+                    requests,
+                    limits=self._limits,
+                    eos_ids=self._eos_ids,
+                    tokenizer=self._tokenizer,
+                    version=self.version,
+                    stopping=stopping,
+                )
+
+        try:
+            return await self._call(run)
+        except asyncio.CancelledError:
+            stopping.set()
+            raise
+
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
+        """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p).
+
+        Raises EngineError for an empty prompt, ids outside the vocabulary, a sequence beyond `max_model_len`, or a
+        temperature that is not above 0.
+        """
+
+        def run(lm: CausalLM) -> list[list[float]]:
+            for number, sequence in enumerate(sequences):
+                _check_sequence(f"sequence {number}", sequence, self._max_model_len, lm.vocab_size)
+            with lm.inference():
+                return score(lm, sequences, self._limits.prefill_tokens)
+
+        return await self._call(run)
+
+    def load_weights(self, ref: WeightRef) -> int:
+        """Make `ref` the active policy and return its version.
+
+        A module is adopted as it is, without a copy. A directory of safetensors is copied into the module the engine
+        holds, whoever else uses it. Waits for a running call. Raises SyncError; the old weights then stay whole.
+        """
+        with self._lock:
+            if self._lm is None:
+                raise SyncError(f"weights of version {ref.version} came to an engine that is closed")
+            if ref.module is not None:
+                self._adopt(ref.module)
+            elif ref.path is not None:
+                load_directory(self._lm.module, ref.path)
+            else:
+                raise SyncError(f"the reference to version {ref.version} has neither a module nor a path")
+            self.version = ref.version
+            return self.version
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors that are served, under their Hugging Face names."""
+        if self._lm is None:
+            raise EngineError("the engine is closed")
+        return self._lm.module.state_dict()
+
+    def close(self) -> None:
+        """Wait for a running call, then let go of the model and the thread. Calling it twice is allowed."""
+        with self._lock:
+            self._lm = None
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _adopt(self, module: nn.Module) -> None:
+        assert self._lm is not None
+        if module is self._lm.module:
+            return
+        try:
+            self._lm = CausalLM(module, self._max_model_len, self._autocast_dtype)
+        except EngineError as e:
+            raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
+
+    async def _call(self, run: Callable[[CausalLM], T]) -> T:
+        """Run it on the engine's thread, alone."""
+
+        def locked() -> T:
+            with self._lock:
+                if self._lm is None:
+                    raise EngineError("the engine is closed")
+                return run(self._lm)
+
+        try:
+            future = self._thread.submit(locked)
+        except RuntimeError as e:  # after shutdown
+            raise EngineError("the engine is closed") from e
+        return await asyncio.wrap_future(future)
+
+
+def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None) -> Limits:
+    """Derived from total and not from free memory, so that the same machine cuts the same waves in every run."""
+    if max_batch_tokens is not None and max_batch_tokens < max_model_len:
+        raise EngineError(f"max_batch_tokens={max_batch_tokens} is less than max_model_len={max_model_len}")
+    on_gpu = lm.device.type == "cuda"
+    if on_gpu:
+        memory = torch.cuda.get_device_properties(lm.device).total_memory // 2
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    default = max(max_model_len, min(1 << 20, memory // lm.cache_bytes_per_token))
+    return Limits(
+        max_model_len=max_model_len,
+        max_batch_tokens=max_batch_tokens or default,
+        prefill_tokens=max(max_model_len, 1 << 15 if on_gpu else 1 << 13),
+    )
+
+
+def _eos_ids(lm: CausalLM, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """End-of-sequence ids of the generation config, the model's config and the tokenizer together."""
+    generation_config = getattr(lm.inner, "generation_config", None)
+    found: set[int] = set()
+    for source in (generation_config, lm.config, lm.config.get_text_config(decoder=True), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)
+
+
+def _check_request(request: GenerateRequest, max_model_len: int, vocab_size: int) -> None:
+    what, s = f"request {request.id!r}", request.sampling
+    _check_ids(what, "prompt", request.prompt_ids, vocab_size)
+    if len(request.prompt_ids) >= max_model_len:
+        raise EngineError(
+            f"{what} has a prompt of {len(request.prompt_ids)} tokens, more than max_model_len - 1 = "
+            f"{max_model_len - 1}: shorten the prompt or raise max_model_len"
+        )
+    if not 0 <= request.seed < 2**63:
+        raise EngineError(f"{what} has seed {request.seed}; seeds are from 0 to 2**63 - 1")
+    checks = {
+        f"temperature={s.temperature} (must be finite and >= 0)": 0 <= s.temperature < float("inf"),
+        f"top_p={s.top_p} (must be above 0 and at most 1)": 0 < s.top_p <= 1,
+        f"top_k={s.top_k} (must be >= 0; 0 = off)": s.top_k >= 0,
+        f"min_p={s.min_p} (must be from 0 to 1)": 0 <= s.min_p <= 1,
+        f"max_tokens={s.max_tokens} (must be >= 1)": s.max_tokens >= 1,
+        f"stop={s.stop!r} (an empty string occurs everywhere)": "" not in s.stop,
+    }
+    if wrong := [text for text, good in checks.items() if not good]:
+        raise EngineError(f"{what} has {', '.join(wrong)}")
+
+
+def _check_sequence(what: str, sequence: TokenSequence, max_model_len: int, vocab_size: int) -> None:
+    _check_ids(what, "prompt", sequence.prompt_ids, vocab_size)
+    if sequence.completion_ids:
+        _check_ids(what, "completion", sequence.completion_ids, vocab_size)
+    length = len(sequence.prompt_ids) + len(sequence.completion_ids)
+    if length > max_model_len:
+        raise EngineError(f"{what} has {length} tokens, more than max_model_len={max_model_len}")
+    if not 0 < sequence.temperature < float("inf"):
+        raise EngineError(f"{what} has temperature={sequence.temperature}; logprobs need one above 0")
+
+
+def _check_ids(what: str, part: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if not ids:
+        raise EngineError(f"{what} has an empty {part}; give it at least one token, such as the model's BOS")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise EngineError(f"{what} has id {bad} in its {part}; the model's vocabulary has {vocab_size} ids")

@@ -1,0 +1,158 @@
+"""From a model's name to something that runs: where it is, its tokenizer, its weights.
+
+Wherever a model is asked for, `starter` means the policy shipped with the package, a run's name or folder its newest
+checkpoint, an existing folder that model, and anything else a Hub id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.config import ModelConfig
+from mrl.errors import CheckpointError, ModelError
+from mrl.starter import STARTER_DIR
+from mrl.store.run import find_run, newest_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def resolve_model(name: str) -> str:
+    """The folder or Hub id behind a model's name. Raises ModelError or CheckpointError saying what was looked for."""
+    if name == "starter":
+        return str(STARTER_DIR)
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        return str(path)
+    run = find_run(name)
+    if run is not None:
+        checkpoint = newest_checkpoint(run)
+        if checkpoint is None:
+            raise CheckpointError(f"{run}: this run has no checkpoint yet; train it longer, or lower save_steps")
+        return str(checkpoint)
+    if path.is_dir():
+        raise ModelError(f"{name}: the folder holds neither a model (config.json) nor a run (config.yaml)")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(f"{name}: no such folder")
+    return name
+
+
+def load_config(config: ModelConfig) -> Any:
+    """The model's `PreTrainedConfig`, without its weights. Raises ModelError."""
+    from transformers import AutoConfig
+
+    source = _base_of_adapter(resolve_model(config.model)) or resolve_model(config.model)
+    with _explained(config.model):
+        return AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a padding token. Raises ModelError."""
+    from transformers import AutoTokenizer
+
+    with _explained(config.model):
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_model(config.model), revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{config.model}: the tokenizer has no end-of-sequence token, so completions could never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """The model in float32 on its device, adapters merged. Raises ModelError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = resolve_model(config.model)
+    base = _base_of_adapter(source)
+    with _explained(config.model):
+        model = AutoModelForCausalLM.from_pretrained(
+            base or source,
+            revision=config.revision if base is None else None,
+            trust_remote_code=config.trust_remote_code,
+            dtype=torch.float32,
+        )
+        if base is not None:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, source).merge_and_unload()
+    return model.to(pick_device(config.device)).eval()
+
+
+def pick_device(name: str) -> torch.device:
+    """The device a config's `device` means here. Raises ModelError when it is not there."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device: {name!r} does not work here ({_first_line(error)}); use auto or cpu") from None
+    return device
+
+
+def autocast_dtype(config: ModelConfig, device: torch.device) -> torch.dtype | None:
+    """The precision of forward passes over float32 master weights; None = float32."""
+    import torch
+
+    if config.dtype == "bfloat16":
+        return torch.bfloat16
+    if config.dtype == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    return None
+
+
+def context_length(model_config: Any, wanted: int) -> int:
+    """`max_model_len`, lowered to the positions the model was made for."""
+    made_for = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return min(wanted, made_for) if made_for else wanted
+
+
+class _explained:
+    """Turns what loading a model may raise into a ModelError that says what to do."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        if error is None or not isinstance(error, (OSError, ValueError, KeyError, ImportError, RuntimeError)):
+            return
+        text = str(error)
+        if "trust_remote_code" in text:
+            advice = "it comes with Python code of its own: set trust_remote_code: true if you trust its authors"
+        elif isinstance(error, OSError) and not Path(self.name).exists():
+            offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+            advice = (
+                f"it is no local folder, no run, and the Hub did not give it{offline}; check the spelling, your "
+                "connection and access rights, or use a local folder or `starter`"
+            )
+        else:
+            advice = "it could not be loaded"
+        raise ModelError(f"model {self.name!r}: {advice} ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def _base_of_adapter(source: str) -> str | None:
+    path = Path(source) / "adapter_config.json"
+    if not path.is_file():
+        return None
+    base = json.loads(path.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{path}: names no base model (base_model_name_or_path)")
+    return base
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

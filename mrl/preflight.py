@@ -1,0 +1,149 @@
+"""Everything that can be checked before the expensive part starts: data, rewards, names, lengths, disk."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.backends import BACKENDS
+from mrl.config import OrchestratorConfig, RewardConfig
+from mrl.data import check_prompt_lengths, load_tasks
+from mrl.engines import ENGINES
+from mrl.errors import ConfigError
+from mrl.models import context_length, load_config, load_tokenizer
+from mrl.rollouts.prompts import PromptEncoder
+from mrl.sandbox import SANDBOXES
+from mrl.sync import SYNC_METHODS
+from mrl.tracking import TRACKERS
+from mrl.types import Task
+from mrl.workers.reward import RewardWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTES_PER_PARAMETER = 4
+"""Checkpoints hold float32 master weights."""
+
+
+@dataclass
+class Prepared:
+    """What the checks found out, for the run to use."""
+
+    tasks: list[Task]
+    eval_tasks: list[Task]
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
+    max_model_len: int
+    notices: list[str]
+
+
+def prepare(config: OrchestratorConfig) -> Prepared:
+    """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
+    _check_names(config)
+    rewards = RewardWorker(**reward_worker_args(config.reward))
+    tasks = load_train_tasks(config)
+    eval_tasks = load_eval_tasks(config)
+    for part in (tasks, eval_tasks):
+        if part:
+            rewards.check_columns(list(part[0].columns))
+    model_config = load_config(config.model)
+    tokenizer = load_tokenizer(config.model)
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    max_model_len = context_length(model_config, config.model.max_model_len)
+    for part in (tasks, eval_tasks):
+        check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, _notices(config, max_model_len))
+
+
+def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
+    """What a `RewardWorker` is made with."""
+    return {
+        "reward_funcs": reward.reward_funcs,
+        "reward_weights": reward.reward_weights,
+        "reward_timeout": reward.reward_timeout,
+        "sandbox": reward.sandbox,
+        "sandbox_limits": {
+            "wall_seconds": reward.sandbox_timeout,
+            "cpu_seconds": reward.sandbox_timeout,
+            "memory_mb": reward.sandbox_memory_mb,
+        },
+    }
+
+
+def load_train_tasks(config: OrchestratorConfig) -> list[Task]:
+    """The tasks to train on. Raises ConfigError when none are named, DataError when they will not do."""
+    data = config.data
+    source = data.train_dataset if data.train_dataset is not None else data.dataset_name
+    if source is None:
+        raise ConfigError(
+            "no dataset: set dataset_name (a Hub id, file or folder, or tiny-code), or pass train_dataset in Python"
+        )
+    return _load(config, source, data.dataset_split, data.max_samples)
+
+
+def load_eval_tasks(config: OrchestratorConfig) -> list[Task]:
+    """The held-out tasks; none when nothing says where they are. Raises ConfigError, DataError."""
+    data = config.data
+    if data.eval_dataset is not None:
+        return _load(config, data.eval_dataset, "train", data.eval_samples)
+    if data.eval_split is not None:
+        source = data.train_dataset if data.train_dataset is not None else data.dataset_name
+        return _load(config, source, data.eval_split, data.eval_samples)
+    if config.training.eval_steps:
+        raise ConfigError("eval_steps needs held-out tasks: set eval_split or eval_dataset")
+    return []
+
+
+def total_steps(config: OrchestratorConfig, tasks: int) -> int:
+    """Steps of the whole run: `max_steps`, or what `num_epochs` takes."""
+    steps_per_epoch = -(-tasks // config.training.batch_size)
+    return config.training.max_steps if config.training.max_steps > 0 else config.training.num_epochs * steps_per_epoch
+
+
+def check_disk(folder: Path, parameters: int, copies: int) -> None:
+    """Raise ConfigError when `copies` checkpoints of so many parameters cannot fit beside `folder`."""
+    needed = parameters * BYTES_PER_PARAMETER * copies
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"run_dir: {folder} has {free / 1e9:.1f} GB free and {copies} checkpoint(s) need {needed / 1e9:.1f} GB; free "
+            "space, choose another run_dir, or raise save_steps"
+        )
+
+
+def _check_names(config: OrchestratorConfig) -> None:
+    runtime = config.runtime
+    for registry, name in (
+        (BACKENDS, runtime.backend),
+        (ENGINES, runtime.engine),
+        (SYNC_METHODS, runtime.weight_sync_method),
+        (SANDBOXES, config.reward.sandbox),
+        *((TRACKERS, name) for name in config.run.report_to),
+    ):
+        registry.get(name)  # type: ignore[attr-defined]
+
+
+def _load(config: OrchestratorConfig, source: Any, split: str, max_samples: int | None) -> list[Task]:
+    data = config.data
+    return load_tasks(
+        source,
+        config=data.dataset_config,
+        split=split,
+        prompt_column=data.prompt_column,
+        rename=data.rename,
+        max_samples=max_samples,
+    )
+
+
+def _notices(config: OrchestratorConfig, max_model_len: int) -> list[str]:
+    notes = config.notices()
+    if max_model_len < config.model.max_model_len and "max_model_len" in config.model.model_fields_set:
+        notes.append(f"max_model_len: {config.model.model} was made for {max_model_len} tokens; using that.")
+    if config.generation.max_tokens >= max_model_len:
+        notes.append(
+            f"max_tokens ({config.generation.max_tokens}): prompt and completion share {max_model_len} tokens, so "
+            "completions end earlier."
+        )
+    return notes

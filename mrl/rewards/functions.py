@@ -1,0 +1,200 @@
+"""From what a user writes under `reward_funcs` to rewards that can be called."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mrl.errors import ConfigError, RewardError
+from mrl.rewards import REWARDS
+from mrl.rewards.base import Reward
+from mrl.rewards.combine import check_weights
+from mrl.rewards.function_reward import FunctionReward
+from mrl.sandbox.base import Limits, Sandbox
+
+RewardSpec = str | Callable[..., Any] | Reward
+FORMS = "a registered name, 'path/to/file.py:function', 'package.module:function', or a function"
+
+
+def resolve_rewards(
+    specs: RewardSpec | list[RewardSpec] | None,
+    weights: Sequence[float] | None = None,
+    *,
+    sandbox: Callable[[], Sandbox] | None = None,
+    limits: Limits | None = None,
+    timeout: float | None = 60.0,
+) -> list[Reward]:
+    """The rewards that `specs` names; `None` means `["sandbox"]`: code tests, 0 or 1.
+
+    weights: checked, one per reward. sandbox: makes the sandbox of rewards that run code; called only when one does.
+    limits: of each program there. timeout: seconds for one call of a reward function. Equal names get the suffixes
+    `_2`, `_3` … Raises RewardError naming the spec and what would work.
+    """
+    items = ["sandbox"] if specs is None else list(specs) if isinstance(specs, list | tuple) else [specs]
+    if not items:
+        raise RewardError(f"reward_funcs: the list is empty; give {FORMS}, or leave it out for code tests")
+    rewards = _with_distinct_names([_resolve(spec, sandbox, limits, timeout) for spec in items])
+    check_weights(weights, rewards)
+    return rewards
+
+
+def check_columns(rewards: list[Reward], columns: Iterable[str]) -> None:
+    """Raises RewardError when a reward needs a dataset column that is not among `columns`."""
+    columns = list(columns)
+    for reward in rewards:
+        check = getattr(reward, "check_columns", None)
+        if check is not None:
+            check(columns)
+
+
+def _resolve(
+    spec: RewardSpec, sandbox: Callable[[], Sandbox] | None, limits: Limits | None, timeout: float | None
+) -> Reward:
+    member = _find(spec) if isinstance(spec, str) else spec
+    if inspect.isclass(member):
+        if not hasattr(member, "score"):
+            raise RewardError(f"reward_funcs: {_show(spec)} is a class without `score`; give {FORMS}")
+        return _construct(member, spec, sandbox, limits)
+    if hasattr(member, "score") and hasattr(member, "name"):
+        return member
+    if not callable(member):
+        raise RewardError(f"reward_funcs: {_show(spec)} is a {type(member).__name__}, not callable; give {FORMS}")
+    return FunctionReward(member, timeout=timeout)
+
+
+def _construct(
+    member: Callable[..., Any], spec: RewardSpec, sandbox: Callable[[], Sandbox] | None, limits: Limits | None
+) -> Reward:
+    accepted = inspect.signature(member).parameters
+    arguments: dict[str, Any] = {}
+    if "sandbox" in accepted and sandbox is not None:
+        arguments["sandbox"] = sandbox()
+    if "limits" in accepted and limits is not None:
+        arguments["limits"] = limits
+    try:
+        return member(**arguments)
+    except TypeError as error:
+        raise RewardError(f"reward_funcs: {_show(spec)} could not be made: {error}") from error
+
+
+def _find(spec: str) -> Any:
+    where, colon, name = spec.rpartition(":")
+    if colon and where and name:
+        is_file = where.endswith(".py") or os.sep in where
+        module = _load_file(Path(where).expanduser(), spec) if is_file else _import(where, spec)
+        return _attribute(module, name, spec, where)
+    if spec.endswith(".py"):
+        known = ", ".join(_functions_in_file(Path(spec).expanduser())) or "none found"
+        raise RewardError(
+            f"reward_funcs: {spec!r} does not say which function; write '{spec}:function' (functions there: {known})"
+        )
+    try:
+        return REWARDS.get(spec)
+    except ConfigError as error:
+        raise RewardError(f"{error}; or give {FORMS.removeprefix('a registered name, ')}") from None
+
+
+def _load_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        raise RewardError(f"reward_funcs: {spec!r}: no file {path} (looked in {Path.cwd()}){_near_files(path)}")
+    path = path.resolve()
+    name = f"_mrl_rewards_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if str(path.parent) not in sys.path:  # last, so that it shadows nothing: the file may import its neighbours
+        sys.path.append(str(path.parent))
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise RewardError(f"reward_funcs: {spec!r} does not import: {_cause(error, str(path))}") from error
+    return module
+
+
+def _import(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise RewardError(
+                f"reward_funcs: {spec!r}: there is no module {error.name!r}; install it, or give the file:"
+                " 'path/to/file.py:function'"
+            ) from None
+        raise RewardError(f"reward_funcs: {spec!r} does not import: {_cause(error, None)}") from error
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward_funcs: {spec!r} does not import: {_cause(error, None)}") from error
+
+
+def _attribute(module: ModuleType, name: str, spec: str, where: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    functions = [
+        key for key, value in vars(module).items() if inspect.isroutine(value) and value.__module__ == module.__name__
+    ]
+    close = difflib.get_close_matches(name, functions, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise RewardError(
+        f"reward_funcs: {spec!r}: {where} has no function {name!r}{hint}"
+        f" (functions there: {', '.join(functions) or 'none'})"
+    )
+
+
+def _cause(error: BaseException, path: str | None) -> str:
+    """Exception, message and the line of the user's file, in one line."""
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, SyntaxError):
+        return text  # its message has file and line
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if path is None or f.filename == path]
+    frames = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else text
+
+
+def _functions_in_file(path: Path) -> list[str]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _near_files(path: Path) -> str:
+    folder = path.parent
+    names = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {str(folder / close[0])!r}?" if close else ""
+
+
+def _with_distinct_names(rewards: list[Reward]) -> list[Reward]:
+    taken: set[str] = set()
+    distinct = []
+    for reward in rewards:
+        name, number = reward.name, 1
+        while name in taken:
+            number += 1
+            name = f"{reward.name}_{number}"
+        taken.add(name)
+        if name != reward.name:
+            reward = copy.copy(reward)  # the user's own object keeps its name
+            reward.name = name
+        distinct.append(reward)
+    return distinct
+
+
+def _show(spec: Any) -> str:
+    text = repr(spec)
+    return text if len(text) <= 80 else text[:77] + "..."

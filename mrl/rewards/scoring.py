@@ -1,0 +1,36 @@
+"""From rollouts to scored rollouts: what the loop and an evaluation do with a reward worker."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from mrl.backends.base import WorkerHandle
+from mrl.rewards.base import RewardReport, RewardRequest, TrainerState
+from mrl.types import Group
+
+
+async def score_groups(worker: WorkerHandle, groups: list[Group], state: TrainerState) -> dict[str, float]:
+    """Fill in the rewards of every rollout that was generated. Returns what the functions logged.
+
+    A rollout that could not be scored is marked failed, with the function and the reason. Raises RewardError when a
+    function breaks its contract.
+    """
+    start = perf_counter()
+    pending = [(group.task, rollout) for group in groups for rollout in group.rollouts if rollout.status == "ok"]
+    requests = [
+        RewardRequest(rollout.id, rollout.prompt, rollout.completion, rollout.completion_ids, task.columns | rollout.extra)
+        for task, rollout in pending
+    ]
+    if not requests:
+        return {}
+    report: RewardReport = await worker.call("score", requests, state)
+    seconds = perf_counter() - start
+    for (_, rollout), result in zip(pending, report.results, strict=True):
+        rollout.rewards = result.rewards
+        rollout.extra |= result.extra
+        rollout.seconds["reward"] = seconds
+        if result.reward is None:
+            rollout.fail(result.error or "no reward function scored it")
+        else:
+            rollout.reward = result.reward
+    return report.metrics

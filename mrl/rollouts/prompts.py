@@ -1,0 +1,53 @@
+"""From a task's prompt to token ids, once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from mrl.errors import ConfigError, DataError
+from mrl.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptEncoder:
+    """Renders prompts for one tokenizer.
+
+    Text prompts become a user's message where the format says so; prompts that are messages always go through the chat
+    template. Raises ConfigError when the format needs a chat template and there is none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_format: Literal["auto", "chat", "text"] = "auto",
+        system_prompt: str | None = None,
+    ) -> None:
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if prompt_format == "chat" and not has_template:
+            raise ConfigError("prompt_format: chat needs a chat template and this tokenizer has none; use text")
+        if system_prompt is not None and not has_template:
+            raise ConfigError("system_prompt needs a chat template and this tokenizer has none; leave it out")
+        self.tokenizer = tokenizer
+        self.has_template = has_template
+        self.chat = has_template if prompt_format == "auto" else prompt_format == "chat"
+        self.system_prompt = system_prompt
+
+    def messages(self, prompt: Prompt) -> list[Message]:
+        """The conversation up to the completion."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of the prompt, ready to be continued. Raises DataError for messages without a chat template."""
+        if isinstance(prompt, str) and not self.chat:
+            return list(self.tokenizer(prompt)["input_ids"])
+        if not self.has_template:
+            raise DataError("prompts are messages and this tokenizer has no chat template; use text prompts")
+        ids = self.tokenizer.apply_chat_template(
+            self.messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)

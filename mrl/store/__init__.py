@@ -1,0 +1,1 @@
+"""The record of a run: its folder, configuration, metrics, rollouts and checkpoints."""

@@ -1,0 +1,74 @@
+"""`MRLTrainer`: a run in one object, with every option under its flat name."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mrl.config import OrchestratorConfig
+from mrl.orchestrator import Orchestrator, RunResult
+from mrl.store.run import runs_root
+
+T = TypeVar("T")
+
+
+class MRLTrainer:
+    """Train a model by reinforcement learning.
+
+        trainer = MRLTrainer(model="starter", dataset_name="tiny-code", max_steps=10)
+        result = trainer.train()
+
+    Takes every option of `OrchestratorConfig` by its flat name (`mrl train --help` lists them), or a finished `config`.
+    Raises ConfigError for options that are unknown, out of range or do not go together.
+    """
+
+    def __init__(self, config: OrchestratorConfig | None = None, **options: Any) -> None:
+        if config is not None and options:
+            raise TypeError(f"give a config or options, not both (got config and {', '.join(options)})")
+        self.config = config if config is not None else OrchestratorConfig.from_flat(**options)
+        self.run_dir = choose_run_dir(self.config)
+
+    def train(self) -> RunResult:
+        """Run to the end and return what it came to. Raises a subclass of MRLError.
+
+        Works in a notebook too, where an event loop is already running.
+        """
+        return run_to_end(Orchestrator(self.config, self.run_dir).run())
+
+
+def choose_run_dir(config: OrchestratorConfig) -> Path:
+    """The run's folder: `run_dir`, or `run_name` (default: model, dataset and time) below the runs' root."""
+    if config.run.run_dir is not None:
+        return Path(config.run.run_dir).expanduser()
+    if config.run.run_name is not None:
+        return runs_root() / config.run.run_name
+    model = Path(config.model.model).name or "model"
+    data = Path(config.data.dataset_name).stem if config.data.dataset_name else "data"
+    return runs_root() / f"{model}-{data}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, also from a thread whose event loop is running."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(asyncio.run(work))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, name="mrl-run")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]

@@ -1,0 +1,198 @@
+"""The nouns every other module speaks.
+
+Data flows one way: a `Task` is attempted G times, each attempt is a `Rollout` of one or more `Sample`s, the rollouts of
+one task are a `Group`, and the actor sees only a `TrainBatch`. Tokens are never re-tokenised on the way: what the
+sampler produced is what is trained on, id by id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Message = dict[str, Any]
+"""A chat message as `apply_chat_template` takes it: at least `role` and `content`."""
+
+Prompt = str | list[Message]
+
+
+@dataclass(slots=True)
+class Task:
+    """One dataset row."""
+
+    id: str
+    prompt: Prompt
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Every other column of the row; reward functions receive them as keyword arguments."""
+
+
+# --- what engines take and give -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The distribution tokens are drawn from, and when to stop."""
+
+    temperature: float = 1.0
+    """Logits are divided by it. 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probability reaches this; 1 = off."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 = off."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the most likely one; 0 = off."""
+    max_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion once they appear in its text. The tokens that spell them are kept."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the completion, besides the model's own end-of-sequence ids. Kept as the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One completion to sample. Requests with equal `prompt_ids` share their prefill."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    """Its tokens derive from this alone, not from the requests beside it. 0 <= seed < 2**63."""
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Completion:
+    """What an engine sampled for one request."""
+
+    request_id: str
+    token_ids: list[int]
+    """The sampled ids, the stop token included."""
+    logprobs: list[float]
+    """Natural-log probability of each id under the distribution it was drawn from (after temperature, top-p …)."""
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """A completion whose logprobs are asked for."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    temperature: float = 1.0
+
+
+@dataclass(slots=True)
+class WeightRef:
+    """Where policy version `version` can be fetched from: a live module in this process, or a directory."""
+
+    version: int
+    module: nn.Module | None = None
+    path: str | None = None
+    checksum: str | None = None
+    """Fingerprint of the tensors (see `mrl.sync.checksum`); a worker answers with what it holds."""
+
+
+# --- experience -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Sample:
+    """One trainable token sequence. `mask`, `logprobs` and `completion_ids` have equal length."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    """The sampler's, of the distribution it drew from; ignored where `mask` is 0."""
+    mask: list[int]
+    """1 = sampled by the policy, 0 = put there by the environment (tool results and the like)."""
+    policy_version: int | list[int]
+    """Of the weights that produced it; per token when they changed midway."""
+    finish_reason: FinishReason = "stop"
+
+
+RolloutStatus = Literal["ok", "failed"]
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One attempt at a task."""
+
+    id: str
+    task_id: str
+    attempt: int
+    messages: list[Message]
+    """The whole conversation, the prompt included."""
+    samples: list[Sample]
+    prompt: Prompt = ""
+    completion: str | list[Message] = ""
+    """What reward functions see: text for a text prompt, messages for a conversation (TRL's contract)."""
+    reward: float | None = None
+    """`None` = it could not be scored, which is never the same as 0."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    step_rewards: list[float] = field(default_factory=list)
+    advantage: float | None = None
+    status: RolloutStatus = "ok"
+    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Columns a rollout source or `log_extra` adds; shown with the rollout, passed to reward functions."""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Ids of the last sample's completion."""
+        return self.samples[-1].completion_ids if self.samples else []
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens over all samples."""
+        return sum(len(s.completion_ids) for s in self.samples)
+
+    @property
+    def truncated(self) -> bool:
+        """True when the last sample hit its token limit instead of ending by itself."""
+        return bool(self.samples) and self.samples[-1].finish_reason == "length"
+
+    def fail(self, error: str) -> None:
+        """Mark it as not scorable: kept and shown with its error, left out of the loss."""
+        self.status, self.error, self.reward = "failed", error, None
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one task: the unit of relative advantage."""
+
+    task: Task
+    rollouts: list[Rollout]
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """What the actor gets: samples and advantages, nothing of where they came from."""
+
+    samples: list[Sample]
+    advantages: list[float]
+    """One per sample."""
+    num_sequences: int
+    """Sequences the loss is averaged over: these samples, and those left out for their length."""
+    temperature: float = 1.0
+    """The samplers' temperature: the actor's logprobs are taken at the same one."""
+
+    def __post_init__(self) -> None:
+        assert len(self.samples) == len(self.advantages), (len(self.samples), len(self.advantages))
+
+
+# --- randomness -----------------------------------------------------------------------------------------------------
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that depends on every part and on their order, e.g. (run seed, step, task id, attempt)."""
+    text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,383 @@
+"""The actor: it holds the policy that is trained, and takes one GRPO-family step at a time.
+
+A step's samples are laid out as right-padded rows. Causal models never look to the right, so no attention mask is
+needed, and every sampled token's logprob comes from the hidden state before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms import LOSSES
+from mrl.algorithms.base import LossSettings, LossTerms, token_weights
+from mrl.algorithms.kl import kl_k3
+from mrl.algorithms.logprobs import logprobs_from_logits, token_logprobs
+from mrl.algorithms.mismatch import importance_weights
+from mrl.config import ModelConfig, TrainingConfig
+from mrl.errors import TrainingError
+from mrl.models import autocast_dtype, load_model, load_tokenizer
+from mrl.store.checkpoints import write_model
+from mrl.types import TrainBatch, WeightRef, derive_seed
+from mrl.workers.lora import add_lora, merged_state_dict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+class ActorWorker:
+    """Trains the policy. Lives on any backend; everything it is given is plain data.
+
+    `total_steps` shapes the learning-rate schedule.
+    """
+
+    def __init__(self, model: dict[str, Any], training: dict[str, Any], total_steps: int) -> None:
+        self.model_config = ModelConfig(**model)
+        self.config = TrainingConfig(**training)
+        self.total_steps = total_steps
+        self.step = 0
+        self.skipped_in_a_row = 0
+
+    # --- what the orchestrator calls --------------------------------------------------------------------------------
+
+    def initialize(self) -> dict[str, Any]:
+        """Load the policy and build its optimizer. Returns facts about it. Raises ModelError."""
+        config = self.config
+        torch.manual_seed(derive_seed(config.seed, "actor"))
+        self.tokenizer = load_tokenizer(self.model_config)
+        self.model: PreTrainedModel = load_model(self.model_config)
+        self.device = next(self.model.parameters()).device
+        self.autocast_dtype = autocast_dtype(self.model_config, self.device)
+        self.reference = None
+        if self.model_config.use_lora:
+            self.model = add_lora(self.model, self.model_config)
+        elif config.beta > 0:
+            self.reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if self.model_config.use_lora:
+                self.model.enable_input_require_grads()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self._make_optimizer()
+        self.scheduler = self._make_scheduler()
+        self.loss = LOSSES.get(config.loss_type)
+        self.settings = _loss_settings(config)
+        self.chunked_head = self._chunked_head_agrees()
+        self.dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
+        return {
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in self.parameters),
+            "device": str(self.device),
+            "forward_dtype": str(self.autocast_dtype or torch.float32).removeprefix("torch."),
+            "chunked_logprobs": self.chunked_head,
+        }
+
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        """One step on `batch`: `num_iterations` updates. Returns its metrics.
+
+        Raises TrainingError after three updates in a row whose loss or gradient is not finite.
+        """
+        self.step += 1
+        torch.manual_seed(derive_seed(self.config.seed, "train", self.step))  # dropout
+        rows = _rows(batch, self.device)
+        rows.weights_BT = token_weights(
+            rows.mask_BT, self.loss.normalization, self.config.max_completion_length, batch.num_sequences
+        )
+        if self.config.num_iterations > 1 or self.dropout:
+            rows.old_logprobs_BT = self._logprobs(self.model, rows)
+        if self.config.beta > 0:
+            rows.ref_logprobs_BT = self._reference_logprobs(rows)
+        metrics = _Metrics()
+        for _ in range(self.config.num_iterations):
+            self._update(rows, metrics)
+        return metrics.summary() | {"train/learning_rate": self.scheduler.get_last_lr()[0]}
+
+    def get_weights(self) -> dict[str, Tensor]:
+        """The policy's tensors under their Hugging Face names, adapters merged; detached, not copied where possible."""
+        return merged_state_dict(self.model)
+
+    def share_module(self, version: int) -> WeightRef:
+        """The live module itself, for workers in this process. An adapter stays active in it."""
+        return WeightRef(version, module=self.model)
+
+    def write_weights(self, folder: str, version: int) -> WeightRef:
+        """Write the policy's tensors for rollout workers to load. Raises SyncError."""
+        from mrl.sync.files import publish
+
+        return publish(self.get_weights(), Path(folder), version)
+
+    def save_checkpoint(self, path: str) -> str:
+        """Write a Hugging Face model folder (LoRA: an adapter folder). Raises CheckpointError; `path` is whole or absent."""
+        return str(write_model(Path(path), self.model, self.tokenizer, {"step": self.step}))
+
+    # --- one update -------------------------------------------------------------------------------------------------
+
+    def _update(self, rows: _Rows, metrics: _Metrics) -> None:
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        for part in rows.split(self.config.gradient_accumulation_steps):
+            part_loss = self._part_loss(part, metrics)
+            part_loss.backward()
+            loss += part_loss.item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm).item()
+        self.model.eval()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics.update(loss, grad_norm, skipped=not finite)
+        self._watch_for_divergence(finite, loss, grad_norm)
+
+    def _part_loss(self, part: _Rows, metrics: _Metrics) -> Tensor:
+        """This micro-batch's share of the batch's loss."""
+        logprobs_BT, entropy_BT = self._forward(self.model, part)
+        detached_BT = logprobs_BT.detach()
+        trainer_BT = detached_BT if part.old_logprobs_BT is None else part.old_logprobs_BT
+        # One update per batch: the old policy is this one, and the ratio is 1 even where dropout is drawn anew.
+        old_BT = detached_BT if self.config.num_iterations == 1 else trainer_BT
+        policy = self.loss.per_token(LossTerms(logprobs_BT, old_BT, part.advantages_BT, part.mask_BT), self.settings)
+        correction_BT = importance_weights(
+            trainer_BT,
+            part.sampler_logprobs_BT,
+            part.mask_BT,
+            self.config.importance_sampling,
+            self.config.importance_sampling_cap,
+        )
+        loss_BT = policy.loss_BT * correction_BT
+        kl_BT = None
+        if part.ref_logprobs_BT is not None:
+            kl_BT = kl_k3(logprobs_BT, part.ref_logprobs_BT)
+            loss_BT = loss_BT + self.config.beta * kl_BT
+        metrics.tokens(
+            part.mask_BT,
+            entropy=entropy_BT,
+            ratio=policy.ratio_BT,
+            clipped_low_fraction=policy.clipped_low_BT,
+            clipped_high_fraction=policy.clipped_high_BT,
+            importance_weight=correction_BT,
+            logprob_gap=(trainer_BT - part.sampler_logprobs_BT).abs(),
+            **({} if kl_BT is None else {"kl": kl_BT.detach()}),
+        )
+        # Multiplying by the weights is not enough: 0 x inf is NaN, and padding may hold anything.
+        return torch.where(part.weights_BT > 0, loss_BT, 0.0).mul(part.weights_BT).sum()
+
+    def _watch_for_divergence(self, finite: bool, loss: float, grad_norm: float) -> None:
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"{self.skipped_in_a_row} updates in a row had no finite loss or gradient (loss {loss}, gradient norm "
+                f"{grad_norm}). Lower learning_rate (now {self.config.learning_rate}) or max_grad_norm (now "
+                f"{self.config.max_grad_norm}), and look at train/ratio_max and train/logprob_gap_max before it."
+            )
+
+    # --- forward passes ---------------------------------------------------------------------------------------------
+
+    def _forward(self, model: Any, rows: _Rows) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of the completions' tokens at the sampler's temperature; B×T, zero where padded."""
+        row_N, slot_N = rows.valid_BT.nonzero(as_tuple=True)
+        source_N = rows.prompt_lengths_B[row_N] + slot_N - 1
+        targets_N = rows.completion_BT[row_N, slot_N]
+        causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        with self._autocast():
+            if self.chunked_head:
+                hidden_BLH = causal_lm.get_decoder()(input_ids=rows.ids_BL, use_cache=False).last_hidden_state
+                hidden_NH, head = hidden_BLH[row_N, source_N], causal_lm.get_output_embeddings()
+                logprobs_N, entropy_N = token_logprobs(
+                    hidden_NH, head.weight, head.bias, targets_N, rows.temperature, compute_dtype=self.autocast_dtype
+                )
+            else:
+                logits_NV = causal_lm(input_ids=rows.ids_BL, use_cache=False).logits[row_N, source_N]
+                logprobs_N, entropy_N = logprobs_from_logits(logits_NV, targets_N, rows.temperature)
+        empty_BT = torch.zeros(rows.mask_BT.shape, device=self.device)
+        return empty_BT.index_put((row_N, slot_N), logprobs_N), empty_BT.index_put((row_N, slot_N), entropy_N)
+
+    @torch.no_grad()
+    def _logprobs(self, model: Any, rows: _Rows) -> Tensor:
+        model.eval()
+        parts = rows.split(self.config.gradient_accumulation_steps)
+        logprobs_BT = torch.zeros(rows.mask_BT.shape, device=self.device)
+        for part in parts:
+            logprobs_BT[part.index_B, : part.mask_BT.shape[1]] = self._forward(model, part)[0]
+        return logprobs_BT
+
+    def _reference_logprobs(self, rows: _Rows) -> Tensor:
+        if self.reference is not None:
+            return self._logprobs(self.reference, rows)
+        with self.model.disable_adapter():  # type: ignore[operator]
+            return self._logprobs(self.model, rows)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.autocast_dtype)
+
+    @torch.no_grad()
+    def _chunked_head_agrees(self) -> bool:
+        """Whether logits are just head(hidden), so that they need never exist at once.
+
+        Tried rather than looked up: models scale or cap their logits, and adapters wrap their heads, in many ways.
+        """
+        causal_lm = self.model.get_base_model() if self.model_config.use_lora else self.model  # type: ignore[operator]
+        head = causal_lm.get_output_embeddings()
+        if type(head) is not torch.nn.Linear:
+            return False
+        probe_BL = torch.arange(8, device=self.device)[None] % causal_lm.config.get_text_config().vocab_size
+        try:
+            hidden_BLH = causal_lm.get_decoder()(input_ids=probe_BL, use_cache=False).last_hidden_state
+        except (AttributeError, TypeError):
+            return False
+        logits_BLV = causal_lm(input_ids=probe_BL, use_cache=False).logits
+        return torch.allclose(head(hidden_BLH), logits_BLV, rtol=1e-4, atol=1e-4)
+
+    # --- set-up -----------------------------------------------------------------------------------------------------
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        config = self.config
+        matrices = [p for p in self.parameters if p.dim() >= 2]
+        others = [p for p in self.parameters if p.dim() < 2]
+        return torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            fused=self.device.type in ("cpu", "cuda"),
+        )
+
+    def _make_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
+        from transformers import get_scheduler
+
+        return get_scheduler(
+            "constant_with_warmup" if self.config.lr_scheduler_type == "constant" else self.config.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=self.config.warmup_steps * self.config.num_iterations,
+            num_training_steps=self.total_steps * self.config.num_iterations,
+        )
+
+
+def _loss_settings(config: TrainingConfig) -> LossSettings:
+    default_high = 5.0 if config.loss_type == "cispo" else config.epsilon
+    return LossSettings(
+        epsilon_low=config.epsilon,
+        epsilon_high=config.epsilon_high if config.epsilon_high is not None else default_high,
+        sapo_temperature_pos=config.sapo_temperature_pos,
+        sapo_temperature_neg=config.sapo_temperature_neg,
+    )
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Rows:
+    """A batch as tensors: B rows of L tokens, of which at most T are the completion's."""
+
+    index_B: Tensor
+    """Where each row stands in the whole batch."""
+    ids_BL: Tensor
+    prompt_lengths_B: Tensor
+    completion_lengths_B: Tensor
+    completion_BT: Tensor
+    mask_BT: Tensor
+    valid_BT: Tensor
+    advantages_BT: Tensor
+    sampler_logprobs_BT: Tensor
+    temperature: float
+    weights_BT: Tensor
+    old_logprobs_BT: Tensor | None = None
+    ref_logprobs_BT: Tensor | None = None
+
+    def split(self, parts: int) -> Iterator[_Rows]:
+        """Micro-batches of about equal row counts, sorted by length so that little is padded."""
+        lengths_B = self.prompt_lengths_B + self.completion_lengths_B
+        order_B = torch.argsort(lengths_B, stable=True, descending=True)
+        for index_B in order_B.tensor_split(min(parts, len(order_B))):
+            longest, completion = int(lengths_B[index_B].max()), int(self.completion_lengths_B[index_B].max())
+            cut = {
+                name: value[index_B] if value.dim() == 1 else value[index_B, : longest if name == "ids_BL" else completion]
+                for name, value in vars(self).items()
+                if isinstance(value, Tensor)
+            }
+            yield replace(self, **cut)
+
+
+def _rows(batch: TrainBatch, device: torch.device) -> _Rows:
+    samples = batch.samples
+    longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+    completion = max(len(s.completion_ids) for s in samples)
+
+    def table(values: list[list[Any]], width: int, dtype: torch.dtype) -> Tensor:
+        filled = torch.zeros(len(values), width, dtype=dtype)
+        for row, value in enumerate(values):
+            filled[row, : len(value)] = torch.tensor(value, dtype=dtype)
+        return filled.to(device)
+
+    mask_BT = table([s.mask for s in samples], completion, torch.float32)
+    return _Rows(
+        index_B=torch.arange(len(samples), device=device),
+        ids_BL=table([s.prompt_ids + s.completion_ids for s in samples], longest, torch.long),
+        prompt_lengths_B=torch.tensor([len(s.prompt_ids) for s in samples], device=device),
+        completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
+        completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
+        mask_BT=mask_BT,
+        valid_BT=table([[1] * len(s.completion_ids) for s in samples], completion, torch.bool),
+        advantages_BT=torch.tensor(batch.advantages, dtype=torch.float32, device=device)[:, None].expand_as(mask_BT),
+        sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
+        temperature=batch.temperature,
+        weights_BT=torch.empty_like(mask_BT),
+    )
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+class _Metrics:
+    """Token-weighted means and maxima over the micro-batches and updates of a step."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.maxima: dict[str, float] = {}
+        self.count = 0.0
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.skipped = 0
+
+    def tokens(self, mask_BT: Tensor, **values_BT: Tensor) -> None:
+        on_N = mask_BT.bool()
+        self.count += float(on_N.sum())
+        for name, value_BT in values_BT.items():
+            value_N = value_BT[on_N].double()
+            self.sums[name] = self.sums.get(name, 0.0) + value_N.sum().item()
+            if name in ("ratio", "logprob_gap") and value_N.numel():
+                # Kept when it is not finite: max() would drop a NaN that comes second.
+                largest = value_N.max().item()
+                self.maxima[name] = largest if math.isnan(largest) else max(self.maxima.get(name, largest), largest)
+
+    def update(self, loss: float, grad_norm: float, *, skipped: bool) -> None:
+        self.losses.append(loss)
+        self.grad_norms.append(grad_norm)
+        self.skipped += skipped
+
+    def summary(self) -> dict[str, float]:
+        count = max(self.count, 1.0)
+        return {
+            "train/loss": sum(self.losses) / len(self.losses),
+            "train/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
+            "train/updates_skipped": float(self.skipped),
+            "train/tokens": self.count / len(self.losses),
+            **{f"train/{name}": total / count for name, total in self.sums.items()},
+            **{f"train/{name}_max": value for name, value in self.maxima.items()},
+        }

@@ -1,0 +1,78 @@
+"""The reward worker: rewards, their sandbox and their time-outs in one object that can live on any backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.rewards import check_columns, resolve_rewards
+from mrl.rewards.base import RewardReport, RewardRequest
+from mrl.rewards.combine import score_rows
+from mrl.sandbox import SANDBOXES
+from mrl.sandbox.base import Limits, Sandbox
+
+
+class RewardWorker:
+    """Scores rollouts. Every argument can be pickled; nothing is shared with other workers."""
+
+    def __init__(
+        self,
+        reward_funcs: Any = None,
+        reward_weights: list[float] | None = None,
+        reward_timeout: float | None = 60.0,
+        sandbox: str | Callable[[], Sandbox] = "process",
+        sandbox_limits: dict[str, Any] | None = None,
+    ) -> None:
+        """reward_funcs: see `resolve_rewards`. reward_weights: one per reward, for a weighted sum instead of the mean.
+        reward_timeout: seconds for one call of a reward function. sandbox: its name, or what makes one.
+        sandbox_limits: fields of `Limits` by name. Raises RewardError and ConfigError.
+        """
+        if reward_timeout is not None and not reward_timeout > 0:
+            raise ConfigError(f"reward_timeout: {reward_timeout} is not a number of seconds above 0")
+        self._make_sandbox = SANDBOXES.get(sandbox) if isinstance(sandbox, str) else sandbox
+        self._sandbox: Sandbox | None = None
+        self.rewards = resolve_rewards(
+            reward_funcs,
+            reward_weights,
+            sandbox=self._get_sandbox,
+            limits=make_limits(sandbox_limits),
+            timeout=reward_timeout,
+        )
+        self._weights, self._timeout = reward_weights, reward_timeout
+
+    def check_columns(self, columns: list[str]) -> None:
+        """Raises RewardError when a reward needs a dataset column that is not there."""
+        check_columns(self.rewards, columns)
+
+    async def score(self, requests: list[RewardRequest], trainer_state: Any = None) -> RewardReport:
+        """Score a batch. trainer_state: an object or a dict, handed to reward functions. Raises RewardError
+        only when a reward breaks its contract; all else is in the report."""
+        return await score_rows(
+            self.rewards, requests, weights=self._weights, timeout=self._timeout, trainer_state=trainer_state
+        )
+
+    async def close(self) -> None:
+        """End the sandbox, and whatever it runs."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+    def _get_sandbox(self) -> Sandbox:
+        if self._sandbox is None:
+            self._sandbox = self._make_sandbox()
+        return self._sandbox
+
+
+def make_limits(values: dict[str, Any] | None) -> Limits:
+    """`Limits` with some fields replaced. Raises ConfigError naming the field and what would work."""
+    known: dict[str, int | float] = {field.name: getattr(Limits(), field.name) for field in fields(Limits)}
+    for name, value in (values or {}).items():
+        if name not in known:
+            raise ConfigError(f"sandbox_limits: {name!r} is no limit (known: {', '.join(known)})")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"sandbox_limits: {name} = {value!r} is not a number above 0 (default {known[name]})")
+        if isinstance(known[name], int) and value != int(value):
+            raise ConfigError(f"sandbox_limits: {name} = {value!r} is not a whole number (default {known[name]})")
+    return Limits(**{name: type(known[name])(value) for name, value in (values or {}).items()})
