@@ -78,9 +78,10 @@ class DataConfig(_Section):
     dataset_split: str = "train"
     """Split to train on."""
     eval_dataset: Any = None
-    """Held-out tasks for `eval_steps`: anything `train_dataset` or `dataset_name` takes; None = `eval_split`."""
+    """Held-out tasks: anything `train_dataset` or `dataset_name` takes; None = the training dataset, when there is an
+    `eval_split`. Where there are held-out tasks, they are attempted before the first and after the last step."""
     eval_split: str | None = None
-    """Split of the same dataset to evaluate on, e.g. `heldout`, `test`."""
+    """Split to evaluate on, e.g. `heldout`, `test`; None = `train` of `eval_dataset`."""
     eval_samples: int | None = Field(64, ge=1)
     """How many held-out tasks an evaluation uses; None = all."""
     prompt_column: str | None = None
@@ -101,8 +102,6 @@ class DataConfig(_Section):
     def _one_source(self) -> Self:
         if self.train_dataset is not None and self.dataset_name is not None:
             raise ConfigError("train_dataset and dataset_name both name the training tasks: give only one")
-        if self.eval_dataset is not None and self.eval_split is not None:
-            raise ConfigError("eval_dataset and eval_split both name the held-out tasks: give only one")
         if self.prompt_format == "text" and self.system_prompt is not None:
             raise ConfigError("system_prompt has no effect with prompt_format: text; use prompt_format: chat")
         return self
@@ -167,7 +166,7 @@ class TrainingConfig(_Section):
     save_steps: int = Field(100, ge=0)
     """Write a checkpoint every so many steps, and always at the end; 0 = only at the end."""
     eval_steps: int = Field(0, ge=0)
-    """Evaluate on the held-out tasks every so many steps, and before the first; 0 = never."""
+    """Attempt the held-out tasks every so many steps too; 0 = only before the first and after the last."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
     """Stop when more than this share of a step's rollouts could not be generated or scored."""
     seed: int = Field(42, ge=0, lt=2**31)
@@ -316,14 +315,6 @@ class OrchestratorConfig(_Section):
         given = self.training.model_fields_set | self.generation.model_fields_set
         if "max_completion_length" in given and "max_tokens" not in given:
             self.generation.max_tokens = self.training.max_completion_length
-        return self
-
-    @model_validator(mode="after")
-    def _training_needs_a_distribution(self) -> Self:
-        if self.generation.temperature == 0:
-            raise ConfigError(
-                "temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0"
-            )
         return self
 
     def notices(self) -> list[str]:

@@ -69,7 +69,9 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     """The model in float32 on its device, adapters merged. Raises ModelError."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # loading has no place in the run's own progress display
     source = resolve_model(config.model)
     base = _base_of_adapter(source)
     with _explained(config.model):

@@ -23,8 +23,7 @@ from mrl.data import TaskOrder
 from mrl.errors import ConfigError
 from mrl.experience import check_failures, make_batch, rollout_metrics
 from mrl.preflight import check_disk, prepare, reward_worker_args, total_steps
-from mrl.rewards.base import TrainerState
-from mrl.rewards.scoring import score_groups
+from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.run import RunStore
 from mrl.sync import SYNC_METHODS
@@ -64,7 +63,7 @@ class Orchestrator:
         self.eval_metrics: dict[str, float] = {}
 
     async def run(self) -> RunResult:
-        """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run's folder."""
+        """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
         start = perf_counter()
         self.prepared = await asyncio.to_thread(prepare, self.config)
         self.total_steps = total_steps(self.config, len(self.prepared.tasks))
@@ -111,7 +110,7 @@ class Orchestrator:
             epoch = order.epoch + order.position / len(self.prepared.tasks)
             metrics = await self._one_step(order.next_batch(), epoch)
             last = self.step == self.total_steps or self.stopping
-            if self._evaluates() and (last or self.step % training.eval_steps == 0):
+            if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
             if last or (training.save_steps and self.step % training.save_steps == 0):
                 await self._checkpoint()
@@ -149,14 +148,13 @@ class Orchestrator:
     async def _train(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
         if not batch.samples:
-            self._note(f"step {self.step}: no completion could be trained on (all too long or masked); no update was made")
+            self._note(f"step {self.step}: no update, every completion was too long or masked")
             return {"train/updates_skipped": float(self.config.training.num_iterations)}
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
         if metrics["train/updates_skipped"]:
-            self._note(
-                f"step {self.step}: {metrics['train/updates_skipped']:.0f} update(s) skipped, loss or gradient not finite"
-            )
+            skipped = metrics["train/updates_skipped"]
+            self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
         if self.step % self.config.runtime.sync_weights_every == 0:
             with self._timed("sync"):
                 self.version += 1
@@ -192,7 +190,7 @@ class Orchestrator:
         from mrl.workers.rollout import RolloutWorker
 
         if config.runtime.weight_sync_method == "direct" and not self.backend.shares_memory:
-            raise ConfigError(f"weight_sync_method: direct needs backend inline, not {config.runtime.backend}; use reload")
+            raise ConfigError(f"weight_sync_method: direct does not work with backend {config.runtime.backend}; use reload")
         model = config.model.model_dump() | {"max_model_len": prepared.max_model_len}
         self.actor: WorkerHandle = await self.backend.spawn(
             ActorWorker,
@@ -242,7 +240,7 @@ class Orchestrator:
         return TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=epoch)
 
     def _evaluates(self) -> bool:
-        return bool(self.config.training.eval_steps and self.prepared.eval_tasks)
+        return bool(self.prepared.eval_tasks)
 
     def _note(self, message: str) -> None:
         self.store.event("notice", message, step=self.step)

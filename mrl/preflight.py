@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig, RewardConfig
-from mrl.data import check_prompt_lengths, load_tasks
+from mrl.data import check_columns, check_prompt_lengths, load_tasks
 from mrl.engines import ENGINES
 from mrl.errors import ConfigError
 from mrl.models import context_length, load_config, load_tokenizer
@@ -41,20 +41,27 @@ class Prepared:
 
 def prepare(config: OrchestratorConfig) -> Prepared:
     """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
-    _check_names(config)
+    check_names(config)
+    if config.generation.temperature == 0:
+        raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
     eval_tasks = load_eval_tasks(config)
     for part in (tasks, eval_tasks):
         if part:
             rewards.check_columns(list(part[0].columns))
-    model_config = load_config(config.model)
-    tokenizer = load_tokenizer(config.model)
-    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
-    max_model_len = context_length(model_config, config.model.max_model_len)
-    for part in (tasks, eval_tasks):
-        check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
-    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, _notices(config, max_model_len))
+    return _with_model(config, tasks, eval_tasks)
+
+
+def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
+    """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
+    check_names(config)
+    rewards = RewardWorker(**reward_worker_args(config.reward))
+    tasks = load_train_tasks(config)
+    rewards.check_columns(list(tasks[0].columns))
+    if by is not None:
+        check_columns(tasks, [by], "results are to be grouped by it")
+    return _with_model(config, tasks, [])
 
 
 def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
@@ -86,14 +93,12 @@ def load_train_tasks(config: OrchestratorConfig) -> list[Task]:
 def load_eval_tasks(config: OrchestratorConfig) -> list[Task]:
     """The held-out tasks; none when nothing says where they are. Raises ConfigError, DataError."""
     data = config.data
-    if data.eval_dataset is not None:
-        return _load(config, data.eval_dataset, "train", data.eval_samples)
-    if data.eval_split is not None:
-        source = data.train_dataset if data.train_dataset is not None else data.dataset_name
-        return _load(config, source, data.eval_split, data.eval_samples)
-    if config.training.eval_steps:
-        raise ConfigError("eval_steps needs held-out tasks: set eval_split or eval_dataset")
-    return []
+    if data.eval_dataset is None and data.eval_split is None:
+        if config.training.eval_steps:
+            raise ConfigError("eval_steps needs held-out tasks: set eval_split or eval_dataset")
+        return []
+    source = next(s for s in (data.eval_dataset, data.train_dataset, data.dataset_name) if s is not None)
+    return _load(config, source, data.eval_split or "train", data.eval_samples)
 
 
 def total_steps(config: OrchestratorConfig, tasks: int) -> int:
@@ -108,12 +113,23 @@ def check_disk(folder: Path, parameters: int, copies: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
-            f"run_dir: {folder} has {free / 1e9:.1f} GB free and {copies} checkpoint(s) need {needed / 1e9:.1f} GB; free "
-            "space, choose another run_dir, or raise save_steps"
+            f"run_dir: {folder} has {free / 1e9:.1f} GB free and {copies} checkpoint(s) need {needed / 1e9:.1f} GB; "
+            "free space, choose another run_dir, or raise save_steps"
         )
 
 
-def _check_names(config: OrchestratorConfig) -> None:
+def _with_model(config: OrchestratorConfig, tasks: list[Task], eval_tasks: list[Task]) -> Prepared:
+    model_config = load_config(config.model)
+    tokenizer = load_tokenizer(config.model)
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    max_model_len = context_length(model_config, config.model.max_model_len)
+    for part in (tasks, eval_tasks):
+        check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, _notices(config, max_model_len))
+
+
+def check_names(config: OrchestratorConfig) -> None:
+    """Raise ConfigError for a backend, engine, sync method, sandbox or tracker there is not."""
     runtime = config.runtime
     for registry, name in (
         (BACKENDS, runtime.backend),

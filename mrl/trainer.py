@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from mrl.config import OrchestratorConfig
 from mrl.orchestrator import Orchestrator, RunResult
+from mrl.report import write_png
 from mrl.store.run import runs_root
 
 T = TypeVar("T")
@@ -37,7 +38,9 @@ class MRLTrainer:
 
         Works in a notebook too, where an event loop is already running.
         """
-        return run_to_end(Orchestrator(self.config, self.run_dir).run())
+        result = run_to_end(Orchestrator(self.config, self.run_dir).run())
+        write_png(self.run_dir)
+        return result
 
 
 def choose_run_dir(config: OrchestratorConfig) -> Path:

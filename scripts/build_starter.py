@@ -5,7 +5,7 @@ What it does, in order:
 1. draws the tasks of both splits (`mrl/starter/generate.py`): no function is in both, checked by behaviour on a probe grid;
 2. draws other functions of the same families and the mistakes a careless programmer makes in them (`corpus.py`). Some of these
    functions are training tasks; none behaves like a held-out task, mistaken programs included;
-3. trains a byte-level BPE on their text, and a Qwen2 of 0.8 million parameters to imitate those demonstrations, most of which
+3. trains a byte-level BPE on their text, and a Llama of 0.8 million parameters to imitate those demonstrations, most of which
    are wrong on purpose. So the policy before reinforcement learning is sloppy, not ignorant: what reinforcement learning adds is
    mostly to prefer the right program among those that the policy can already write;
 4. measures the policy on the held-out split, at temperature 1, by family.
@@ -60,7 +60,6 @@ def main(settings: Settings) -> None:
     started = time.perf_counter()
     logging.disable_progress_bar()
     torch.set_num_threads(settings.threads)
-    torch.use_deterministic_algorithms(True)
     tasks = build_tasks(settings)
     policy = settings.out / "policy"
     build_policy(settings, tasks, policy)
@@ -137,7 +136,7 @@ def sample(model, tokenizer, tasks: list[Task], count: int, do_sample: bool) -> 
         inputs = tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
-        ids = model.generate(**inputs, max_new_tokens=96, do_sample=do_sample, num_return_sequences=count, top_k=0)
+        ids = model.generate(**inputs, max_new_tokens=96, do_sample=do_sample, num_return_sequences=count, top_k=None)
         texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         completions += [texts[i : i + count] for i in range(0, len(texts), count)]
     return completions

@@ -20,6 +20,11 @@ BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv",
 """File extension (before .gz) to the builder of `datasets` that reads it."""
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+UNKNOWN = {
+    "split": r'Unknown split "(.*)"\. Should be one of \[(.*)\]',
+    "config": r"BuilderConfig '(.*)' not found\. Available: \[(.*)\]",
+}
+"""What `datasets` says to a name it does not know."""
 PROBE_SECONDS = 10.0
 """How long the Hub may take to answer before it counts as unreachable. Its client would retry for half a minute."""
 
@@ -146,9 +151,9 @@ def _as_data_error(where: str, file: Path | None = None) -> Iterator[None]:
             raise DataError(f"{where}: {bad_line}") from error
         if "corresponds to no data" in str(error):
             raise DataError(f"{where}: the dataset is empty") from error
-        unknown = re.match(r'Unknown split "(.*)"\. Should be one of (.*)\.', str(error))
-        if unknown:
-            raise DataError(f"{where}: there is no split {unknown[1]!r} (splits: {unknown[2]})") from error
+        for kind, pattern in UNKNOWN.items():
+            if found := re.search(pattern, str(error), re.DOTALL):
+                raise DataError(f"{where}: there is no {kind} {found[1]!r} ({kind}s: {found[2]})") from error
         cause = error.__cause__ or error
         raise DataError(f"{where}: cannot be read: {type(cause).__name__}: {_one_line(cause)}") from error
 
@@ -169,13 +174,13 @@ def _broken_line(file: Path) -> str | None:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.rstrip())
                 except UnicodeDecodeError as error:
                     return f"line {number} is not UTF-8 text: {error}"
                 except json.JSONDecodeError as error:
                     return f"line {number}, column {error.colno} is not JSON: {error.msg}"
                 if not isinstance(row, dict):
-                    return f"line {number} is not a JSON object but a {type(row).__name__}: each line is one row"
+                    return f"line {number} is not a JSON object ({type(row).__name__}): each line is one row"
     except json.JSONDecodeError as error:
         return f"line {error.lineno}, column {error.colno} is not JSON: {error.msg}"
     except (OSError, EOFError, UnicodeDecodeError) as error:

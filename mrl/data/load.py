@@ -71,10 +71,10 @@ def load_tasks(
     rows = list(itertools.islice(rows, limit))
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"{where}: row {index} is a {type(row).__name__}: a row is a dict of columns")
+            raise DataError(f"{where}: row {index} is of type {type(row).__name__}: a row is a dict of columns")
         bad = next((name for name in row if not isinstance(name, str)), None)
         if bad is not None:
-            raise DataError(f"{where}: row {index}: the column name {bad!r} is a {type(bad).__name__}, not text")
+            raise DataError(f"{where}: row {index}: the column name {bad!r} is of type {type(bad).__name__}, not text")
     if not rows:
         raise DataError(f"{where}: the dataset is empty")
     rows = rename_columns(rows, _renames(source, rows, prompt_column, rename, where), where)
@@ -161,7 +161,7 @@ def _read_callable(
     except Exception as error:
         raise DataError(f"{where} raised {type(error).__name__}: {error}") from error
     if isinstance(result, str | Path) or (callable(result) and not files.is_dataset(result)):
-        raise DataError(f"{where} returned a {type(result).__name__}: it must return a Dataset or a list of dicts")
+        raise DataError(f"{where} returned type {type(result).__name__}: it must return a Dataset or a list of dicts")
     if result is None:
         raise DataError(f"{where} returned None: it must return a Dataset or a list of dicts")
     if not takes_split and not files.has_splits(result):

@@ -5,7 +5,7 @@ A source is a function; a new one is one file and one line in `DATASETS`, or an 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mrl.errors import DataError
 from mrl.registry import Registry
@@ -26,7 +26,12 @@ class DatasetSource(Protocol):
 
 DATASETS: Registry[DatasetSource] = Registry("datasets", "dataset_name", {"tiny-code": "mrl.data.sources:tiny_code"})
 
-TINY_CODE_SPLITS = {"train": "train", "heldout": "heldout", "test": "heldout", "validation": "heldout"}
+TINY_CODE_SPLITS: dict[str, Literal["train", "heldout"]] = {
+    "train": "train",
+    "heldout": "heldout",
+    "test": "heldout",
+    "validation": "heldout",
+}
 
 
 def tiny_code(

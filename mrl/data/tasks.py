@@ -125,7 +125,7 @@ def _prompt(value: Any, where: str) -> Prompt:
             raise DataError(f"{where} is empty")
         return value
     if not isinstance(value, list | tuple):
-        raise DataError(f"{where} is a {type(value).__name__}: a prompt is text or a list of messages")
+        raise DataError(f"{where} is of type {type(value).__name__}: a prompt is text or a list of messages")
     if not value:
         raise DataError(f"{where} is an empty list of messages")
     for number, message in enumerate(value):
@@ -140,7 +140,7 @@ def _prompt(value: Any, where: str) -> Prompt:
 
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, dict):
-        raise DataError(f"{where} is a {type(message).__name__}: a message is a dict with 'role' and 'content'")
+        raise DataError(f"{where} is of type {type(message).__name__}: a message is a dict with 'role' and 'content'")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"{where}: 'role' is {role!r}: it must be text such as {', '.join(ROLES)}")
@@ -148,7 +148,7 @@ def _check_message(message: Any, where: str) -> None:
     if "content" not in message and not message.get("tool_calls"):
         raise DataError(f"{where}: there is no 'content'")
     if content is not None and not isinstance(content, str | list):
-        raise DataError(f"{where}: 'content' is a {type(content).__name__}: it must be text or a list of parts")
+        raise DataError(f"{where}: 'content' is of type {type(content).__name__}: it must be text or a list of parts")
 
 
 # --- ids ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from mrl.config import ModelConfig
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class Engine(Protocol):
@@ -18,8 +18,11 @@ class Engine(Protocol):
     """The policy version now active."""
 
     @classmethod
-    def create(cls, config: ModelConfig, ref: WeightRef) -> Self:
-        """An engine for the configured model, about to be given `ref`. Raises ModelError, EngineError."""
+    def create(cls, config: ModelConfig, module: nn.Module | None = None) -> Self:
+        """An engine for the configured model at version 0; around `module` where it can share one in this process.
+
+        Raises ModelError, EngineError.
+        """
         ...
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:

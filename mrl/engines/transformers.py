@@ -72,19 +72,18 @@ class TransformersEngine:
         self._lock = threading.Lock()
 
     @classmethod
-    def create(cls, config: ModelConfig, ref: WeightRef) -> TransformersEngine:
-        """An engine for the configured model: around `ref`'s live module where it has one, else around a copy.
+    def create(cls, config: ModelConfig, module: nn.Module | None = None) -> TransformersEngine:
+        """An engine for the configured model: around a live `module` if given, else around a copy of its own.
 
-        Raises ModelError, EngineError. The weights of a `ref` that is a directory are not loaded yet.
+        Raises ModelError, EngineError.
         """
-        model = ref.module if ref.module is not None else load_model(config)
+        model = module if module is not None else load_model(config)
         device = next(model.parameters()).device
         return cls(
             model,
             load_tokenizer(config),
             max_model_len=config.max_model_len,
             autocast_dtype=autocast_dtype(config, device),
-            version=ref.version,
         )
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:

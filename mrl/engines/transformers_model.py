@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from mrl.engines.decode_attention import use_grouped_sdpa
 from mrl.engines.kv_cache import GrowingCache, has_plain_attention
 from mrl.errors import EngineError
 
@@ -34,11 +35,11 @@ class CausalLM:
         self.cache_bytes_per_token = _cache_bytes_per_token(text_config, self.inner.dtype)
         self._autocast_dtype = autocast_dtype
         self._limits_logits = "logits_to_keep" in accepted
-        # A ready 4D mask spares every decode step the making of one. Only attention that takes a boolean mask from
-        # outside as it is, in every layer, may get one.
-        self._takes_4d_mask = (
+        # Two savings for models with full attention in every layer, computed by transformers' `sdpa`: a ready 4D mask
+        # spares every decode step the making of one, and `grouped_sdpa` the copying of keys and values.
+        self._fast_attention = (
             self.plain_attention
-            and text_config._attn_implementation == "sdpa"
+            and self.config._attn_implementation == text_config._attn_implementation == "sdpa"
             and getattr(self.inner, "_supports_attention_backend", False)
         )
 
@@ -57,10 +58,11 @@ class CausalLM:
         """
         training = [m for m in self.module.modules() if m.training]
         autocast = torch.autocast(self.device.type, self._autocast_dtype) if self._autocast_dtype else nullcontext()
+        attention = use_grouped_sdpa(self.config) if self._fast_attention else nullcontext()
         for m in training:
             m.training = False
         try:
-            with torch.no_grad(), autocast:
+            with torch.no_grad(), autocast, attention:
                 yield
         except torch.OutOfMemoryError as e:
             raise EngineError(f"out of memory; lower max_batch_tokens, max_model_len or max_tokens ({e})") from e
@@ -81,7 +83,7 @@ class CausalLM:
         the new tokens; `None` = nothing came before.
         """
         mask: Tensor | None = mask_BL
-        if mask_BL is not None and ids_BT.shape[1] == 1 and self._takes_4d_mask:
+        if mask_BL is not None and ids_BT.shape[1] == 1 and self._fast_attention:
             mask = mask_BL[:, None, None, :]
         limit = {"logits_to_keep": keep} if self._limits_logits else {}
         output = self.inner(

@@ -74,13 +74,13 @@ class Reward(Protocol):
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:
         """Score a batch. What goes wrong with a row belongs in `errors`; RewardError ends the run.
 
-        trainer_state: where the run is, as attributes (`global_step` …).
+        trainer_state: usually a `TrainerState`.
         """
         ...
 
 
-class StateDict(dict[str, Any]):
-    """A trainer state given as a dict; its keys also read as attributes, as functions written for TRL expect."""
+class TrainerState(dict[str, Any]):
+    """Where the run is (`global_step` …): a dict whose keys also read as attributes, as TRL's functions expect."""
 
     def __getattr__(self, name: str) -> Any:
         try:

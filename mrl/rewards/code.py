@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import atexit
 import functools
 import json
 import re
@@ -46,7 +47,7 @@ def reward_helper_function(
     sandbox: Sandbox | None = None,
     limits: Limits | None = None,
 ) -> list[float | None]:
-    """`compute_reward` of each pair, in parallel; for a reward function of one's own. Raises DataError naming the row."""
+    """`compute_reward` of each pair, in parallel; for reward functions of your own. Raises DataError naming the row."""
     if len(completions) != len(testcases):
         raise DataError(f"{len(completions)} completions but {len(testcases)} testcases; give one for each")
     return [_value(verdict, partial=False) for verdict in _judge(completions, testcases, sandbox, limits)]
@@ -69,8 +70,8 @@ class CodeReward:
         columns = list(columns)
         if not set(COLUMNS) & set(columns):
             raise RewardError(
-                f"reward_funcs: {self.name!r} runs code against the dataset column 'testcases' (or 'testcase'), but the"
-                f" columns are: {', '.join(columns) or 'none'}; rename the column, or give a reward function of your own"
+                f"reward_funcs: {self.name!r} runs code against the dataset column 'testcases' (or 'testcase'); the"
+                f" columns are: {', '.join(columns) or 'none'}. Rename the column, or give a reward function of your own"
             )
 
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:
@@ -246,7 +247,9 @@ def _shared() -> Sandbox:
     """For callers that bring no sandbox: started once, ends with the process."""
     from mrl.sandbox.process import ProcessSandbox
 
-    return ProcessSandbox()
+    sandbox = ProcessSandbox()
+    atexit.register(sandbox.shutdown)
+    return sandbox
 
 
 def _value(verdict: Verdict, partial: bool) -> float | None:

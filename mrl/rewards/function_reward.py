@@ -17,6 +17,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -229,11 +230,11 @@ def _number(item: Any) -> float | None:
             item = item.item()
         except (TypeError, ValueError, RuntimeError):
             return None
-    if not isinstance(item, numbers.Real):
+    if not isinstance(item, numbers.Real | Decimal):
         return None
     try:
         value = float(item)
-    except OverflowError:
+    except (OverflowError, ValueError):  # an int beyond floats, a signalling NaN
         return None
     return value if math.isfinite(value) else None
 

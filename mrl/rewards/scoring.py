@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
 
 from mrl.backends.base import WorkerHandle
-from mrl.rewards.base import RewardReport, RewardRequest, TrainerState
+from mrl.rewards.base import RewardReport, RewardRequest
 from mrl.types import Group
+
+
+@dataclass
+class TrainerState:
+    """What reward functions get as `trainer_state`: those attributes of TRL's that mean something here."""
+
+    global_step: int
+    max_steps: int
+    epoch: float | None
+    """Passes over the tasks so far; None during an evaluation."""
 
 
 async def score_groups(worker: WorkerHandle, groups: list[Group], state: TrainerState) -> dict[str, float]:

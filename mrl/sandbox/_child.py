@@ -12,6 +12,7 @@ passed / failed / failed for want of memory, `D` done (index = exit code).
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import os
@@ -26,11 +27,12 @@ KEEP_READ = 1 << 2  # CAP_DAC_READ_SEARCH
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 8, 38
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True) if LINUX else None
+"".encode("unicode_escape")  # loads the codec now, not from an import system that a program may have changed
 
 
 def become_program(job: dict, fds: dict[str, int], scratch: str, user: dict) -> None:
     """Never returns. `fds`: stdin, stdout, stderr, result. `user`: uid (None = stay who we are), keep_read, parent."""
-    result = fds["result"]
+    result, leave = fds["result"], os._exit
     try:
         result = take_fds(fds, int(job["nonce"][:8], 16) % 64)
         confine(job["limits"], scratch, user)
@@ -39,8 +41,11 @@ def become_program(job: dict, fds: dict[str, int], scratch: str, user: dict) -> 
         sys.__stdin__ = sys.stdin  # type: ignore[misc]
     except BaseException as error:  # whatever it is, the program was not judged
         os.write(result, f"{job['nonce']} S 0 {type(error).__name__}: {error}\n".encode("ascii", "backslashreplace"))
-        os._exit(0)
-    execute(job["code"], job["tests"], job["nonce"], result)
+        leave(0)
+    try:
+        execute(job["code"], job["tests"], job["nonce"], result)
+    finally:  # also when the program broke our means of reporting: nothing of it may reach the supervisor's code
+        leave(1)
 
 
 def take_fds(fds: dict[str, int], offset: int) -> int:
@@ -162,8 +167,6 @@ def end_script(status: int) -> int:
         threading = sys.modules.get("threading")
         if threading is not None:
             threading._shutdown()
-        import atexit
-
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

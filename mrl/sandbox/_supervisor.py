@@ -60,7 +60,7 @@ def main(child: dict, scratch_root: str) -> None:
             scratch = os.path.join(scratch_root, str(count))
             report = run_program(job, child["become_program"], user, control, wake, scratch)
             send(control, report)
-    except (Cancelled, OSError):
+    except Cancelled:
         pass
     finally:
         remove_tree(scratch_root)
@@ -79,7 +79,10 @@ def receive(control: int, parent: int) -> dict:
 def read_exactly(fd: int, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        part = os.read(fd, min(size - len(data), 1 << 20))
+        try:
+            part = os.read(fd, min(size - len(data), 1 << 20))
+        except ConnectionError:
+            part = b""
         if not part:
             raise Cancelled
         data += part
@@ -89,8 +92,11 @@ def read_exactly(fd: int, size: int) -> bytes:
 def send(control: int, report: dict) -> None:
     data = json.dumps(report).encode("ascii")
     view = memoryview(struct.pack(">I", len(data)) + data)
-    while view:
-        view = view[os.write(control, view) :]
+    try:
+        while view:
+            view = view[os.write(control, view) :]
+    except ConnectionError:
+        raise Cancelled from None
 
 
 def run_program(job: dict, become_program: Callable, user: dict, control: int, wake: int, scratch: str) -> dict:

@@ -35,8 +35,8 @@ class ProcessSandbox:
     that it does the same thing every time), in its own session, within its `Limits`, with no environment, a scratch
     directory that is deleted afterwards, and /dev/null or the test's input as stdin. When it ends, or at its deadline,
     everything that descended from it is killed, also what left its process group (Linux). Memory is counted on top of
-    the interpreter's own. When mrl runs as root, programs get an unused user id instead: they can signal nothing else
-    and write nowhere else, and `processes` is exact; otherwise it only stops fork bombs.
+    the interpreter's own. When mrl runs as root, programs get an unused user id instead: they can signal nothing else,
+    write only here and in folders open to everyone, and `processes` is exact; otherwise it only stops fork bombs.
 
     Assert tests run in the program's process, one after another, and each reports as it ends. Every `IOTest` is a run
     of its own that gets what is left of the time; it passes on its stdout and exit code 0. Identical programs in one
@@ -90,9 +90,10 @@ class ProcessSandbox:
 
     async def close(self) -> None:
         """Kill whatever runs and leave no process and no file behind. Safe to call twice."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self.shutdown)
 
-    def _close(self) -> None:
+    def shutdown(self) -> None:
+        """`close` for code that has no event loop."""
         with self._lock:
             self._closed = True
             batches = list(self._batches)
@@ -187,7 +188,7 @@ class _Supervisor:
         try:
             self.process = subprocess.Popen(
                 [python, "-s", "-S", "-X", "utf8", "-c", _LOADER, *sources, self.scratch],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env={"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, LlamaConfig, LlamaForCausalLM
 
 from mrl.starter.corpus import Lesson, answer
 
@@ -18,16 +18,16 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Schedule:
-    steps: int = 1400
-    batch_size: int = 64
+    steps: int = 1800
+    batch_size: int = 48
     learning_rate: float = 3e-3
     warmup: int = 100
 
 
-def new_policy(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
-    """An untrained Qwen2 of 0.8 million float32 parameters."""
+def new_policy(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    """An untrained Llama of 0.8 million float32 parameters."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=352,
@@ -42,11 +42,11 @@ def new_policy(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalL
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    return Qwen2ForCausalLM(config)
+    return LlamaForCausalLM(config)
 
 
 def train(
-    model: Qwen2ForCausalLM,
+    model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     lessons: list[Lesson],
     schedule: Schedule,

@@ -113,6 +113,17 @@ def read_rows(run: Path, name: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def write_rollouts(path: str | Path, groups: Iterable[Group]) -> None:
+    """Write every rollout as a JSON line. Raises ConfigError when the file cannot be written."""
+    try:
+        with Path(path).open("w", encoding="utf-8") as file:
+            for group in groups:
+                for rollout in group.rollouts:
+                    file.write(json.dumps(_jsonable(asdict(rollout)), ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"output: {path} cannot be written ({error.strerror}); choose another file") from None
+
+
 def _jsonable(value: Any) -> Any:
     """Plain JSON: what is not finite becomes its name, so that it is seen and not hidden."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from mrl.errors import ConfigError
@@ -75,4 +75,5 @@ def make_limits(values: dict[str, Any] | None) -> Limits:
             raise ConfigError(f"sandbox_limits: {name} = {value!r} is not a number above 0 (default {known[name]})")
         if isinstance(known[name], int) and value != int(value):
             raise ConfigError(f"sandbox_limits: {name} = {value!r} is not a whole number (default {known[name]})")
-    return Limits(**{name: type(known[name])(value) for name, value in (values or {}).items()})
+    chosen: dict[str, Any] = {name: type(known[name])(value) for name, value in (values or {}).items()}
+    return replace(Limits(), **chosen)

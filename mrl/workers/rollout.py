@@ -22,13 +22,17 @@ class RolloutWorker:
         self.model_config = ModelConfig(**model)
         self.engine: Engine | None = None
 
+    def load(self) -> None:
+        """Serve the configured model as it is, as version 0. Raises ModelError, EngineError."""
+        self.engine = self.engine_class.create(self.model_config)
+
     def update_weights(self, ref: WeightRef) -> dict[str, Any]:
         """Serve `ref` from now on. Returns the version now active and the checksum of what is held.
 
         Raises SyncError; the weights from before are then still served.
         """
         if self.engine is None:
-            self.engine = self.engine_class.create(self.model_config, ref)
+            self.engine = self.engine_class.create(self.model_config, ref.module)
         version = self.engine.load_weights(ref)
         return {"version": version, "checksum": None if ref.checksum is None else self._checksum(ref)}
 

@@ -1,0 +1,177 @@
+"""How good a policy is on a set of tasks: mean reward, pass@1, pass@k, each with its uncertainty."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from mrl.backends import BACKENDS, Resources
+from mrl.config import OrchestratorConfig
+from mrl.errors import TrainingError
+from mrl.experience import PASS
+from mrl.models import load_tokenizer
+from mrl.orchestrator import sampling_params
+from mrl.preflight import prepare_evaluation, reward_worker_args
+from mrl.rewards.scoring import TrainerState, score_groups
+from mrl.rollouts.prompts import PromptEncoder
+from mrl.rollouts.single_turn import SingleTurn
+from mrl.stats import mean_interval, pass_at_k
+from mrl.types import GenerateRequest, Group, derive_seed
+from mrl.workers.pool import PolicyClient
+
+TASKS_AT_ONCE = 64
+
+
+@dataclass
+class Estimate:
+    """A mean over tasks and its confidence interval (tasks are the independent unit, attempts at one task are not)."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass
+class EvalReport:
+    """What an evaluation found."""
+
+    model: str
+    dataset: str
+    tasks: int
+    samples_per_task: int
+    unscored: int
+    """Rollouts that could not be scored; they count nowhere."""
+    confidence: float
+    mean_reward: Estimate
+    pass_at: dict[int, Estimate]
+    """k → pass@k."""
+    by: dict[str, Estimate] = field(default_factory=dict)
+    """pass@1 for each value of a column."""
+    completion_length: float = 0.0
+    groups: list[Group] = field(default_factory=list)
+
+
+async def evaluate(
+    config: OrchestratorConfig,
+    *,
+    samples_per_task: int = 1,
+    by: str | None = None,
+    confidence: float = 0.95,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> EvalReport:
+    """Attempt every task of the configured dataset. Raises MRLError.
+
+    Scoring of one batch of tasks runs beside the generation of the next.
+    """
+    prepared = await asyncio.to_thread(prepare_evaluation, config, by)
+    backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
+    try:
+        policy = await _policy(backend, config, prepared.max_model_len)
+        from mrl.workers.reward import RewardWorker
+
+        rewards = await backend.spawn(
+            RewardWorker, name="reward", resources=Resources(), args=reward_worker_args(config.reward)
+        )
+        source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
+        seed = derive_seed(config.training.seed, "eval")
+        groups: list[Group] = []
+        scoring: asyncio.Task[Any] | None = None
+        tasks = prepared.tasks
+        for start in range(0, len(tasks), TASKS_AT_ONCE):
+            batch = await source.collect(tasks[start : start + TASKS_AT_ONCE], policy, samples_per_task, seed=seed)
+            groups += batch
+            if scoring is not None:
+                await scoring
+            scoring = asyncio.create_task(score_groups(rewards, batch, TrainerState(0, 0, None)))
+            progress(len(groups), len(tasks))
+        if scoring is not None:
+            await scoring
+    finally:
+        await backend.close()
+    return summarize(config, groups, samples_per_task, by, confidence)
+
+
+def summarize(
+    config: OrchestratorConfig, groups: list[Group], samples_per_task: int, by: str | None, confidence: float
+) -> EvalReport:
+    """The numbers of scored groups. Raises TrainingError when no rollout could be scored."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = {group.task.id: [r.reward for r in group.rollouts if r.reward is not None] for group in groups}
+    per_task = {task_id: rewards for task_id, rewards in scored.items() if rewards}
+    if not per_task:
+        raise TrainingError(f"no rollout could be scored; the first says: {rollouts[0].error}")
+
+    def estimate(values: list[float]) -> Estimate:
+        low, high = mean_interval(values, confidence)
+        return Estimate(fmean(values), low, high)
+
+    counts = {task_id: (len(rewards), sum(r >= PASS for r in rewards)) for task_id, rewards in per_task.items()}
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < samples_per_task] + [samples_per_task]
+    fewest = min(n for n, _ in counts.values())
+    by_value: dict[str, list[float]] = defaultdict(list)
+    if by is not None:
+        for group in groups:
+            if group.task.id in counts:
+                n, c = counts[group.task.id]
+                by_value[str(group.task.columns[by])].append(c / n)
+    return EvalReport(
+        model=config.model.model,
+        dataset=f"{config.data.dataset_name}:{config.data.dataset_split}",
+        tasks=len(groups),
+        samples_per_task=samples_per_task,
+        unscored=sum(rollout.reward is None for rollout in rollouts),
+        confidence=confidence,
+        mean_reward=estimate([fmean(rewards) for rewards in per_task.values()]),
+        pass_at={k: estimate([pass_at_k(n, c, k) for n, c in counts.values()]) for k in ks if k <= fewest},
+        by={value: estimate(shares) for value, shares in sorted(by_value.items())},
+        completion_length=fmean(rollout.num_tokens for rollout in rollouts),
+        groups=groups,
+    )
+
+
+async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[dict[str, Any]]:
+    """`count` completions of one prompt, with their tokens' logprobs. Raises MRLError."""
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
+    try:
+        policy = await _policy(backend, config, None)
+        prompt_ids = tuple(encoder.encode(prompt))
+        params = sampling_params(config)
+        requests = [
+            GenerateRequest(str(k), prompt_ids, params, derive_seed(config.training.seed, "sample", k))
+            for k in range(count)
+        ]
+        completions = await policy.generate(requests)
+    finally:
+        await backend.close()
+    return [
+        {
+            "text": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            "finish_reason": completion.finish_reason,
+            "tokens": len(completion.token_ids),
+            "logprob": sum(completion.logprobs),
+            "token_ids": completion.token_ids,
+        }
+        for completion in completions
+    ]
+
+
+async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int | None) -> PolicyClient:
+    from mrl.models import context_length, load_config
+    from mrl.workers.rollout import RolloutWorker
+
+    if max_model_len is None:
+        max_model_len = context_length(await asyncio.to_thread(load_config, config.model), config.model.max_model_len)
+    worker = await backend.spawn(
+        RolloutWorker,
+        name="rollout-0",
+        resources=Resources(gpu=config.runtime.rollout_gpu),
+        args={"engine": config.runtime.engine, "model": config.model.model_dump() | {"max_model_len": max_model_len}},
+    )
+    await worker.call("load")
+    return PolicyClient([worker])

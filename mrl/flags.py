@@ -1,0 +1,110 @@
+"""The command line's flags, made from the config: same names, same types, same documentation."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Required, TypedDict
+
+import tyro
+
+from mrl.config import OrchestratorConfig, flat_fields, load_yaml
+from mrl.errors import ConfigError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+PYTHON_ONLY = {"train_dataset"}
+FLAG_TYPES: dict[str, Any] = {
+    # In Python these take objects too; on the command line, names.
+    "reward_funcs": list[str],
+    "eval_dataset": str,
+    "rename": list[str],
+}
+FLAG_HELP = {"rename": "Columns to rename, each as `old=new`; reward functions see the new names."}
+ALIASES = {"dataset_name": ["--dataset"], "dataset_split": ["--split"]}
+
+
+def parse(
+    prog: str,
+    description: str,
+    argv: list[str],
+    *,
+    options: Iterable[str] | None = None,
+    extra: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The flags given on a command line, by name; those not given are absent.
+
+    options: the config's flat names this command takes; None = all. extra: further arguments, as annotated types.
+    defaults: what the command uses where its default is not the config's, shown in the help. Exits with 2 on a wrong
+    flag, with 0 after --help.
+    """
+    fields = flat_fields()
+    wanted = [name for name in (fields if options is None else options) if name not in PYTHON_ONLY]
+    hints = {**(extra or {}), **{name: _annotation(name, fields[name][1], defaults or {}) for name in wanted}}
+    flags = TypedDict("flags", hints, total=False)  # type: ignore[misc, operator]
+    given: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv))
+    if "rename" in given:
+        given["rename"] = dict(_pair(text) for text in given["rename"])
+    return given
+
+
+def config_from(recipe: str | None, given: dict[str, Any]) -> OrchestratorConfig:
+    """Defaults, then the recipe, then the flags. Raises ConfigError."""
+    options = load_yaml(find_recipe(recipe)) if recipe else {}
+    sections = set(OrchestratorConfig.model_fields)
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat.update(value if name in sections and isinstance(value, dict) else {name: value})
+    return OrchestratorConfig.from_flat(**(flat | given))
+
+
+def find_recipe(name: str) -> Path:
+    """The file called `name`, or the shipped recipe of that name. Raises ConfigError."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    shipped = {file.stem: file for file in RECIPES.glob("*.yaml")}
+    if name in shipped:
+        return shipped[name]
+    near = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(name, [*shipped, *near], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"recipe {name!r}: no such file{hint} (shipped recipes: {', '.join(shipped)})")
+
+
+def argument(
+    description: str,
+    *,
+    default: str | None = None,
+    positional: bool = False,
+    required: bool = False,
+    kind: Any = str,
+    aliases: list[str] | None = None,
+) -> Any:
+    """An argument of a command that is no option of a run."""
+    hint = "(required)" if required else "" if default is None else f"(default: {default})"
+    markers = [tyro.conf.Positional] if positional else []
+    marked = Annotated[(kind, *markers, tyro.conf.arg(help=description, help_behavior_hint=hint, aliases=aliases))]
+    return Required[marked] if required else marked
+
+
+def _annotation(name: str, field: Any, defaults: dict[str, Any]) -> Any:
+    default = defaults.get(name, field.get_default(call_default_factory=True))
+    shown = " ".join(map(str, default)) or "none" if isinstance(default, (list, dict)) else default
+    return Annotated[
+        FLAG_TYPES.get(name, field.annotation),
+        tyro.conf.arg(
+            help=FLAG_HELP.get(name, " ".join((field.description or "").split())),
+            help_behavior_hint=f"(default: {shown})",
+            aliases=ALIASES.get(name),
+        ),
+    ]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals or not old or not new:
+        raise ConfigError(f"rename: {text!r} is not of the form old=new, e.g. --rename question=prompt")
+    return old, new

@@ -1,0 +1,121 @@
+"""What a person looks at when a run has ended: the reward curve, and samples from before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.store.run import read_rows
+
+SMOOTHING_STEPS = 10
+PNG = "reward.png"
+
+
+@dataclass
+class Curve:
+    """A run's rewards by step."""
+
+    steps: list[int]
+    rewards: list[float]
+    eval_steps: list[int]
+    eval_pass_rates: list[float]
+
+    @property
+    def smoothed(self) -> list[float]:
+        """Mean of each step and the up to nine before it."""
+        windows = [self.rewards[max(0, i - SMOOTHING_STEPS + 1) : i + 1] for i in range(len(self.rewards))]
+        return [sum(window) / len(window) for window in windows]
+
+
+def read_curve(run: Path) -> Curve:
+    """The rewards recorded in a run's folder."""
+    trained = [row for row in read_rows(run, "metrics") if "reward/mean" in row]
+    held_out = [row for row in read_rows(run, "eval_metrics") if "eval/pass_rate" in row]
+    return Curve(
+        [row["step"] for row in trained],
+        [row["reward/mean"] for row in trained],
+        [row["step"] for row in held_out],
+        [row["eval/pass_rate"] for row in held_out],
+    )
+
+
+def write_png(run: Path) -> Path | None:
+    """Draw the curve as a picture in the run's folder; None when no step was recorded."""
+    curve = read_curve(run)
+    if not curve.steps:
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(curve.steps, curve.rewards, color="tab:blue", alpha=0.3, linewidth=1, label="reward of each step")
+    axes.plot(curve.steps, curve.smoothed, color="tab:blue", linewidth=2, label=f"mean of {SMOOTHING_STEPS} steps")
+    if curve.eval_steps:
+        axes.plot(curve.eval_steps, curve.eval_pass_rates, "o-", color="tab:orange", label="held-out pass rate")
+    axes.set(xlabel="step", ylabel="reward", title=run.name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    path = run / PNG
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def draw_terminal(run: Path, width: int = 76, height: int = 16) -> str:
+    """The same curve in characters; an empty string when no step was recorded."""
+    curve = read_curve(run)
+    if not curve.steps:
+        return ""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, height)
+    plotext.plot(curve.steps, curve.smoothed, label=f"reward (mean of {SMOOTHING_STEPS} steps)", marker="braille")
+    if curve.eval_steps:
+        plotext.plot(curve.eval_steps, curve.eval_pass_rates, label="held-out pass rate", marker="o")
+    plotext.xlabel("step")
+    return str(plotext.build())
+
+
+def before_and_after(run: Path, count: int = 5) -> list[dict[str, Any]]:
+    """The same held-out tasks attempted by the first and by the last policy: prompt, both completions, both rewards.
+
+    Tasks whose reward changed are shown in proportion to their number, improved or not. Empty when the run was not
+    evaluated at least twice.
+    """
+    by_step: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in read_rows(run, "eval_rollouts"):
+        by_step.setdefault(row["step"], {})[row["task_id"]] = row
+    if len(by_step) < 2:
+        return []
+    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    pairs = [
+        {
+            "task_id": task_id,
+            "prompt": _text(first[task_id]["prompt"]),
+            "before": _text(first[task_id]["completion"]),
+            "before_reward": first[task_id]["reward"],
+            "after": _text(last[task_id]["completion"]),
+            "after_reward": last[task_id]["reward"],
+        }
+        for task_id in first
+        if task_id in last
+    ]
+    changed = [p for p in pairs if p["before_reward"] != p["after_reward"]]
+    same = [p for p in pairs if p["before_reward"] == p["after_reward"]]
+    take = max(round(count * len(changed) / max(len(pairs), 1)), count - len(same))
+    return _evenly(changed, take) + _evenly(same, count - take)
+
+
+def _evenly(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    if count <= 0 or not items:
+        return []
+    stride = max(1, len(items) // count)
+    return items[::stride][:count]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "\n".join(str(message.get("content", "")) for message in value)
