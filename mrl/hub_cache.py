@@ -1,6 +1,6 @@
 """Disk caches: what mrl and the Hugging Face Hub keep, and `mrl cache clear`.
 
-    mrl cache clear              deletes mrl's own cache, and names the Hub models it left
+    mrl cache clear              deletes mrl's own cache; Hub models stay
     mrl cache clear --model ID   deletes that model from the Hub cache, every revision of it
 
 mrl's own cache is `~/.cache/mrl`, or `$MRL_HOME/cache`. It holds only what can be made again. Runs and datasets are
@@ -13,8 +13,7 @@ from __future__ import annotations
 import difflib
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,29 +63,6 @@ def clear_cache(model: str | None = None, dry_run: bool = False) -> list[CacheEn
     not mrl's cache, and a repository that is a link out of the Hub cache; MRLError when something cannot be deleted.
     """
     return _clear_own(dry_run) if model is None else _clear_model(model, dry_run)
-
-
-def describe(cleared: Sequence[CacheEntry], dry_run: bool = False) -> str:
-    """What `mrl cache clear` says: what went, and which Hub models are still there with the command that deletes them."""
-    verb = "would delete" if dry_run else "deleted"
-    lines = [f"{verb} {entry.kind} {entry.name} ({size(entry.bytes)})" for entry in cleared]
-    lines.append(f"{verb} {size(sum(entry.bytes for entry in cleared))} in all" if cleared else "nothing to delete")
-    gone = {entry.path for entry in cleared}
-    left = [entry for entry in list_cache() if entry.kind == "model" and entry.path not in gone]
-    if left:
-        lines.append("Hub models in the cache, not touched:")
-        lines += [f"  {entry.name} ({size(entry.bytes)}): mrl cache clear --model {entry.name}" for entry in left]
-    return "\n".join(lines)
-
-
-def size(number: int) -> str:
-    """Bytes for people, in powers of 1000."""
-    value, unit = float(number), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 # --- mrl's own ------------------------------------------------------------------------------------------------------
@@ -175,16 +151,16 @@ def _clear_model(model: str, dry_run: bool) -> list[CacheEntry]:
     if model not in models:
         close = difflib.get_close_matches(model, models, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"--model: {model!r} is not in the Hub cache {_hub_cache()}{hint} (cached: {', '.join(sorted(models)) or 'none'})"
-        )
+        known = ", ".join(sorted(models)) or "none"
+        raise ConfigError(f"--model: {model!r} is not in the Hub cache {_hub_cache()}{hint} (cached: {known})")
     repo = models[model]
     entry = _hub_entry(repo)
     if entry.path.is_symlink() or not entry.path.resolve().is_relative_to(_hub_cache().resolve()):
         raise ConfigError(f"--model: {entry.path} is a link to {entry.path.resolve()}, outside the cache: left alone")
     if not dry_run:
-        revisions = [revision.commit_hash for revision in repo.revisions]
-        scan_cache_dir(_hub_cache()).delete_revisions(*revisions).execute()
+        # delete_revisions looks for a commit in every repository, and a copied model shares its commits: show it one.
+        only = replace(scan_cache_dir(_hub_cache()), repos=frozenset({repo}))
+        only.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
         if not repo.revisions and entry.path.exists():  # an interrupted download: nothing to name, only the folder
             shutil.rmtree(entry.path, ignore_errors=True)
         if entry.path.exists():  # the library logs what it could not delete, and goes on

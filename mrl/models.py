@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ from mrl.store.run import find_run, newest_checkpoint
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_LOADING = threading.Lock()
+"""`from_pretrained` builds models under a process-wide default device: two at once leave tensors without data."""
 
 
 def resolve_model(name: str) -> str:
@@ -74,7 +78,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     logging.disable_progress_bar()  # loading has no place in the run's own progress display
     source = resolve_model(config.model)
     base = _base_of_adapter(source)
-    with _explained(config.model):
+    with _LOADING, _explained(config.model):
         model = AutoModelForCausalLM.from_pretrained(
             base or source,
             revision=config.revision if base is None else None,

@@ -2,15 +2,17 @@
 
 What it does, in order:
 
-1. draws the tasks of both splits (`mrl/starter/generate.py`): no function is in both, checked by behaviour on a probe grid;
-2. draws other functions of the same families and the mistakes a careless programmer makes in them (`corpus.py`). Some of these
-   functions are training tasks; none behaves like a held-out task, mistaken programs included;
-3. trains a byte-level BPE on their text, and a Llama of 0.8 million parameters to imitate those demonstrations, most of which
-   are wrong on purpose. So the policy before reinforcement learning is sloppy, not ignorant: what reinforcement learning adds is
-   mostly to prefer the right program among those that the policy can already write;
-4. measures the policy on the held-out split, at temperature 1, by family.
+1. draws the tasks of both splits (`mrl/starter/generate.py`): no function is in both, checked by behaviour on a probe
+   grid;
+2. draws more functions of the same families and the mistakes that a careless programmer makes in them (`corpus.py`).
+   Some of them are training tasks; none behaves like a held-out task, mistaken programs included;
+3. trains a byte-level BPE on their text, and a Llama of 0.8 million parameters to imitate those demonstrations, most of
+   which are wrong on purpose. So the policy before reinforcement learning is sloppy, not ignorant: what reinforcement
+   learning adds is mostly to prefer the right program among those that the policy can already write;
+4. measures the policy on the held-out split, at temperature 1 and at its best guess, by family.
 
-The same seed gives the same tasks and tokenizer everywhere, and the same weights on the same machine and library versions.
+The same seed gives the same tasks and tokenizer everywhere, and the same weights on the same kind of machine with the
+same versions of torch and transformers.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ def print_pass_rates(policy: Path, heldout: list[Task], settings: Settings) -> N
     torch.manual_seed(settings.seed)
     sampled = grade(sample(model, tokenizer, heldout, settings.samples, do_sample=True), heldout)
     greedy = grade(sample(model, tokenizer, heldout, 1, do_sample=False), heldout)
-    table = Table("family", "temperature 1", "best guess", title="held-out tasks passed before reinforcement learning, %")
+    table = Table(
+        "family", "temperature 1", "best guess", title="held-out tasks passed before reinforcement learning, %"
+    )
     for family in [*dict.fromkeys(task.family for task in heldout), "all"]:
         members = [i for i, task in enumerate(heldout) if family in (task.family, "all")]
         cells = [sum(sum(rows[i]) for i in members) / sum(len(rows[i]) for i in members) for rows in (sampled, greedy)]

@@ -203,13 +203,14 @@ def test_renames() -> None:
     task = load_tasks(rows, prompt_column="question", rename={"prompt": "raw", "testcase": "testcases"})[0]
     assert (task.prompt, task.columns) == ("q", {"raw": "old", "testcases": ["assert 1"]})
     assert load_tasks(rows, prompt_column="prompt")[0].prompt == "old"
-    for arguments, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"rename": {"testcases": "x"}}, "no column 'testcases'.*did you mean 'testcase'.*columns: question"),
         ({"prompt_column": "question"}, "there is a column 'prompt' already .*old_prompt"),
         ({"prompt_column": "quest"}, "did you mean 'question'"),
         ({"rename": {"question": "a", "testcase": "a"}}, "cannot rename column 'question' to 'a'"),
         ({"rename": {"question": "a"}, "prompt_column": "question"}, "give only one"),
-    ]:
+    ]
+    for arguments, message in cases:
         with pytest.raises(DataError, match=message):
             load_tasks(rows, **arguments)
 

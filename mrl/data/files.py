@@ -45,8 +45,8 @@ def require_whole(split: str, where: str) -> None:
     """Refuse a split of what has none. Taking everything instead would evaluate on the training tasks."""
     if split != "train":
         raise DataError(
-            f"{where} has no splits, so there is no split {split!r}: give those tasks as a dataset of their own "
-            f"(for held-out tasks: eval_dataset), or use max_samples for the first rows"
+            f"{where} has no splits: 'train' is all of it, and there is no {split!r}. Give other tasks as a dataset of "
+            f"their own (held-out ones as eval_dataset); max_samples takes the first rows"
         )
 
 

@@ -99,7 +99,7 @@ def check_prompt_lengths(tasks: Sequence[Task], count_tokens: Callable[[Prompt],
         raise DataError(
             f"row {index}, column 'prompt' (task {tasks[index].id!r}): the prompt has {length} tokens and at most "
             f"{limit} fit; {len(too_long)} of {len(tasks)} rows are too long, the longest with {longest} tokens. "
-            f"Raise max_model_len if the model takes more, lower max_completion_length, or drop those rows"
+            f"Raise max_model_len if the model takes more, or drop those rows"
         )
 
 

@@ -3,6 +3,8 @@
 from mrl.engines.base import Engine
 from mrl.registry import Registry
 
-ENGINES: Registry[type[Engine]] = Registry("engines", "engine", {"transformers": "mrl.engines.transformers:TransformersEngine"})
+ENGINES: Registry[type[Engine]] = Registry(
+    "engines", "engine", {"transformers": "mrl.engines.transformers:TransformersEngine"}
+)
 
 __all__ = ["ENGINES", "Engine"]

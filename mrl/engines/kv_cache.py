@@ -7,8 +7,9 @@ attention, ...) keep transformers' own layers, of which only the row selection i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
@@ -36,7 +37,7 @@ _SELECTABLE_LAYERS = {
 
 
 def has_plain_attention(config: PreTrainedConfig) -> bool:
-    """Whether every layer caches full attention, so that `GrowingCache` serves. Raises EngineError if no cache would."""
+    """Whether every layer caches full attention, so that `GrowingCache` serves. EngineError if no cache would."""
     try:
         layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError) as e:
@@ -54,89 +55,80 @@ def has_plain_attention(config: PreTrainedConfig) -> bool:
 
 def select_rows(cache: Cache, index_B: Tensor) -> None:
     """Keep the rows at `index_B` (repeats allowed), in that order."""
-    cache.reorder_cache(index_B)
+    cache.reorder_cache(cast(torch.LongTensor, index_B))
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values, [B, heads, length, head_dim], as views of buffers with room to grow."""
+    """One layer's keys and values, [B, heads, length, head_dim], as views of two buffers with room to grow."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self) -> None:
+        super().__init__()
         self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens; returns all keys and all values so far."""
         end = self.length + key_states.shape[2]
-        if self._keys is None or self._values is None:
-            self._keys, self._values = key_states, value_states
+        if not self._buffers:
+            self._buffers = [key_states, value_states]
             self.is_initialized = True
         else:
-            if end > self._keys.shape[2]:
-                self._grow(max(end, self._keys.shape[2] * 3 // 2))
-            self._keys[:, :, self.length : end] = key_states
-            self._values[:, :, self.length : end] = value_states
+            capacity = self._buffers[0].shape[2]
+            if end > capacity:
+                self._grow(max(end, capacity * 3 // 2))
+            for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+                buffer[:, :, self.length : end] = states
         self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        keys, values = self._buffers
+        return keys[:, :, :end], values[:, :, :end]
 
     def get_seq_length(self) -> int:
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        assert self._keys is not None and self._values is not None
-        self._keys = self._keys.index_select(0, beam_idx)
-        self._values = self._values.index_select(0, beam_idx)
+        self._buffers = [buffer.index_select(0, beam_idx) for buffer in self._buffers]
 
-    def start(self, rows: int, like: GrowingLayer, length: int, capacity: int) -> None:
-        """Become `rows` empty rows of `length` tokens (zeros, to be masked out or filled), with room for `capacity`."""
-        assert like._keys is not None and like._values is not None
-        self._keys = like._keys.new_zeros(rows, like._keys.shape[1], capacity, like._keys.shape[3])
-        self._values = like._values.new_zeros(rows, like._values.shape[1], capacity, like._values.shape[3])
-        self.length = length
-        self.is_initialized = True
-
-    def fill(self, rows: slice, source: GrowingLayer, index_B: Tensor) -> None:
-        """Put the source's rows at `index_B` into `rows`, right-aligned with this layer's length."""
-        assert self._keys is not None and self._values is not None
-        assert source._keys is not None and source._values is not None
-        columns = slice(self.length - source.length, self.length)
-        self._keys[rows, :, columns] = source._keys[:, :, : source.length].index_select(0, index_B)
-        self._values[rows, :, columns] = source._values[:, :, : source.length].index_select(0, index_B)
+    def merge(self, parts: list[tuple[GrowingLayer, Tensor]], length: int, capacity: int) -> None:
+        """Take the parts' rows at their indices, each right-aligned at `length` with zeros before it."""
+        rows = sum(len(index_B) for _, index_B in parts)
+        self._buffers = [b.new_zeros(rows, b.shape[1], capacity, b.shape[3]) for b in parts[0][0]._buffers]
+        self.length, self.is_initialized = length, True
+        first = 0
+        for part, index_B in parts:
+            for buffer, source in zip(self._buffers, part._buffers, strict=True):
+                taken = source[:, :, : part.length].index_select(0, index_B)
+                buffer[first : first + len(index_B), :, length - part.length : length] = taken
+            part._buffers = []  # its memory is free from here on
+            first += len(index_B)
 
     def _grow(self, capacity: int) -> None:
-        assert self._keys is not None and self._values is not None
-        keys, values = self._keys, self._values
-        self._keys = keys.new_zeros(*keys.shape[:2], capacity, keys.shape[3])
-        self._values = values.new_zeros(*values.shape[:2], capacity, values.shape[3])
-        self._keys[:, :, : self.length] = keys[:, :, : self.length]
-        self._values[:, :, : self.length] = values[:, :, : self.length]
+        grown = [b.new_zeros(*b.shape[:2], capacity, b.shape[3]) for b in self._buffers]
+        for new, old in zip(grown, self._buffers, strict=True):
+            new[:, :, : self.length] = old[:, :, : self.length]
+        self._buffers = grown
 
 
 class GrowingCache(DynamicCache):
     """A `DynamicCache` of `GrowingLayer`s."""
 
-    layers: list[GrowingLayer]
-
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
         self.layers = [GrowingLayer() for _ in self.layers]
+
+    @property
+    def growing_layers(self) -> list[GrowingLayer]:
+        """The layers by their own type."""
+        return cast(list[GrowingLayer], self.layers)
 
     @classmethod
     def merge(cls, config: PreTrainedConfig, parts: list[tuple[GrowingCache, Tensor]], capacity: int) -> GrowingCache:
         """One cache of all parts' rows below each other, each part's rows picked by its index and left-padded.
 
-        parts: caches that have seen equal or fewer tokens, with the rows to take (repeats allowed). Columns before a
-        shorter part's tokens are zeros, which the attention mask has to leave out. capacity: tokens to make room for.
+        parts: caches with the rows to take (repeats allowed); they are emptied. Columns before a shorter part's tokens
+        are zeros, which the attention mask has to leave out. capacity: tokens to make room for at first.
         """
         merged = cls(config)
         length = max(part.get_seq_length() for part, _ in parts)
-        rows = sum(len(index_B) for _, index_B in parts)
-        for number, layer in enumerate(merged.layers):
-            layer.start(rows, parts[0][0].layers[number], length, capacity)
-            first = 0
-            for part, index_B in parts:
-                layer.fill(slice(first, first + len(index_B)), part.layers[number], index_B)
-                part.layers[number] = GrowingLayer()  # its memory is free from here on
-                first += len(index_B)
+        for number, layer in enumerate(merged.growing_layers):
+            layer.merge([(part.growing_layers[number], index_B) for part, index_B in parts], length, capacity)
         return merged

@@ -1,10 +1,10 @@
 """Drawing tokens: per-row filters, counter-based random numbers and an inverse-CDF draw. Pure functions on tensors.
 
 A row's draw depends on its own logits, parameters, seed and position only, so a request's tokens do not depend on the
-requests beside it (up to the last bits of the logits, which matrix kernels may round differently at another batch size).
+requests beside it (up to the last bits of the logits, which matrix kernels may round otherwise at another batch size).
 
 Filters follow vLLM's sampler in order and meaning: temperature, min-p, top-k, top-p. Top-k keeps every token as likely
-as the k-th; top-p looks at what top-k left, renormalised, and keeps each token whose more likely ones sum to less than p.
+as the k-th; top-p looks at what is left, renormalised, and keeps each token whose more likely ones sum to less than p.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
@@ -24,8 +24,10 @@ from mrl.models import autocast_dtype, load_model, load_tokenizer
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from mrl.config import ModelConfig
 
     from mrl.config import ModelConfig
 
@@ -83,6 +85,23 @@ class TransformersEngine:
             model,
             load_tokenizer(config),
             max_model_len=config.max_model_len,
+            autocast_dtype=autocast_dtype(config, device),
+        )
+
+    @classmethod
+    def create(cls, config: ModelConfig, module: nn.Module | None = None) -> Self:
+        """An engine for the configured model at version 0, around `module` if that is given.
+
+        Raises ModelError when the model or tokenizer cannot be loaded, EngineError when the model cannot be served.
+        """
+        from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer
+
+        model = load_model(config) if module is None else module
+        device = next(model.parameters()).device
+        return cls(
+            model,
+            load_tokenizer(config),
+            max_model_len=context_length(model.config, config.max_model_len),
             autocast_dtype=autocast_dtype(config, device),
         )
 
@@ -154,6 +173,15 @@ class TransformersEngine:
         if self._lm is None:
             raise EngineError("the engine is closed")
         return self._lm.module.state_dict()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The live tensors by their Hugging Face names, tied ones under each name. EngineError with a PEFT adapter,
+        whose merged tensors exist nowhere."""
+        if self._lm is None:
+            raise EngineError("the engine is closed")
+        if self._lm.inner is not self._lm.module:
+            raise EngineError("a model with a PEFT adapter has no tensors of its merged weights to show")
+        return {name: tensor.detach() for name, tensor in self._lm.inner.state_dict().items()}
 
     def close(self) -> None:
         """Wait for a running call, then let go of the model and the thread. Calling it twice is allowed."""

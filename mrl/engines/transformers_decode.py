@@ -13,9 +13,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from mrl.engines.kv_cache import GrowingCache, select_rows
@@ -62,7 +64,7 @@ def decode(
     *,
     limits: Limits,
     eos_ids: frozenset[int],
-    tokenizer: object,
+    tokenizer: PreTrainedTokenizerBase | None,
     version: int,
     stopping: threading.Event,
 ) -> list[Completion]:
@@ -115,7 +117,12 @@ class _Wave:
     """N requests decoded together. Suffixes: N requests, B rows still in the batch, P distinct prompts, S stop ids."""
 
     def __init__(
-        self, lm: CausalLM, jobs: list[_Job], limits: Limits, eos_ids: frozenset[int], tokenizer: object
+        self,
+        lm: CausalLM,
+        jobs: list[_Job],
+        limits: Limits,
+        eos_ids: frozenset[int],
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         device = lm.device
         self.lm, self.jobs, self.limits, self.device = lm, jobs, limits, device
@@ -213,14 +220,16 @@ class _Wave:
 def prefill(lm: CausalLM, jobs: list[_Job], limits: Limits) -> tuple[Tensor, Cache, Tensor | None, Tensor]:
     """Run each distinct prompt once and give every job its row.
 
-    jobs: equal prompts adjacent, shorter prompts first. Returns logits of the next token [N, V]; the cache, whose prompts end at one column; the mask over the columns of
-    prompt and completion [N, L], True where a token is, `None` when no prompt is padded; the prompts' lengths [N].
+    jobs: equal prompts adjacent, shorter prompts first. Returns logits of the next token [N, V]; the cache, in which all
+    prompts end at one column; the mask over the columns of prompt and completion [N, L], True where a token is, `None` when no
+    prompt is padded; the prompts' lengths [N].
     """
     groups: dict[tuple[int, ...], int] = Counter(job.request.prompt_ids for job in jobs)
     prompts = list(groups)
     longest = len(prompts[-1])
     columns = longest + max(j.max_new for j in jobs)
-    logits, caches = [], []
+    logits: list[Tensor] = []
+    caches: list[tuple[Cache, Tensor]] = []
     for batch in _prefill_batches(prompts, limits.prefill_tokens) if lm.plain_attention else [prompts]:
         logits_PV, cache = _prefill_batch(lm, batch)
         repeats_P = torch.tensor([groups[prompt] for prompt in batch], device=lm.device)
@@ -228,7 +237,8 @@ def prefill(lm: CausalLM, jobs: list[_Job], limits: Limits) -> tuple[Tensor, Cac
         logits.append(logits_PV[index_B])
         caches.append((cache, index_B))
     if lm.plain_attention:
-        cache = GrowingCache.merge(lm.config, caches, capacity=min(columns, longest + FIRST_ROOM))
+        parts = cast(list[tuple[GrowingCache, Tensor]], caches)
+        cache = GrowingCache.merge(lm.config, parts, capacity=min(columns, longest + FIRST_ROOM))
     else:
         select_rows(cache, index_B)
 

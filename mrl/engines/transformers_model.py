@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ class CausalLM:
         text_config = self.config.get_text_config(decoder=True)
         self._check(accepted.keys(), text_config, max_model_len)
         self.plain_attention = has_plain_attention(self.config)
-        self.vocab_size: int = self.inner.get_input_embeddings().num_embeddings
+        self.embedding = cast(nn.Embedding, self.inner.get_input_embeddings())
+        self.vocab_size = self.embedding.num_embeddings
         self.cache_bytes_per_token = _cache_bytes_per_token(text_config, self.inner.dtype)
         self._autocast_dtype = autocast_dtype
         self._limits_logits = "logits_to_keep" in accepted
@@ -46,7 +48,7 @@ class CausalLM:
     @property
     def device(self) -> torch.device:
         """Where input ids go."""
-        return self.inner.get_input_embeddings().weight.device
+        return self.embedding.weight.device
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -97,11 +99,11 @@ class CausalLM:
         logits_BKV: Tensor = output.logits
         return logits_BKV if self._limits_logits else logits_BKV[:, -keep:]
 
-    def _check(self, accepted: object, text_config: object, max_model_len: int) -> None:
+    def _check(self, accepted: Container[str], text_config: PreTrainedConfig, max_model_len: int) -> None:
         name = type(self.inner).__name__
         if self.config.is_encoder_decoder:
             raise EngineError(f"{name} is an encoder-decoder; engine 'transformers' serves decoder-only models")
-        missing = [a for a in ("attention_mask", "position_ids", "past_key_values") if a not in accepted]  # type: ignore[operator]
+        missing = [a for a in ("attention_mask", "position_ids", "past_key_values") if a not in accepted]
         if missing:
             raise EngineError(
                 f"{name}.forward takes no {', '.join(missing)}, which the decode loop needs; use engine 'vllm'"
@@ -114,16 +116,17 @@ class CausalLM:
 def _without_peft(module: nn.Module) -> PreTrainedModel:
     """The Hugging Face model itself; LoRA and the like live inside its layers, so nothing is lost by calling it."""
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
-        if any(config.is_prompt_learning for config in module.peft_config.values()):
+        peft_model: Any = module
+        if any(config.is_prompt_learning for config in peft_model.peft_config.values()):
             raise EngineError("PEFT prompt learning adds virtual tokens outside the model; use LoRA, or engine 'vllm'")
-        module = module.get_base_model()
+        module = peft_model.get_base_model()
     if not isinstance(module, PreTrainedModel):
         raise EngineError(f"engine 'transformers' needs a transformers PreTrainedModel, not {type(module).__name__}")
     return module
 
 
 def _cache_bytes_per_token(text_config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Keys and values of all layers for one token, from the config's usual names (an over-estimate where it has none)."""
+    """Keys and values of all layers for one token, by the config's usual names (too many where some are missing)."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -96,7 +97,7 @@ def _read(file_of: dict[str, Path], name: str) -> Tensor:
         return file.get_tensor(name)
 
 
-def _names(names: object) -> str:
-    ordered = sorted(names)  # type: ignore[call-overload]
+def _names(names: Iterable[str]) -> str:
+    ordered = sorted(names)
     more = len(ordered) - _NAMES_SHOWN
     return ", ".join(ordered[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -70,8 +70,8 @@ class CodeReward:
         columns = list(columns)
         if not set(COLUMNS) & set(columns):
             raise RewardError(
-                f"reward_funcs: {self.name!r} runs code against the dataset column 'testcases' (or 'testcase'); the"
-                f" columns are: {', '.join(columns) or 'none'}. Rename the column, or give a reward function of your own"
+                f"reward_funcs: {self.name!r} runs code against the dataset column 'testcases' (or 'testcase'), which is"
+                f" not among the columns: {', '.join(columns) or 'none'}; rename it, or give a reward function of your own"
             )
 
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:

@@ -117,7 +117,7 @@ def execute(code: str, tests: list[str] | None, nonce: str, result: int) -> None
     """Run the program, then its assert tests; with `tests` None it is a script and ends as one. Never returns."""
     run, compile_, write, leave, pid, getpid = exec, compile, os.write, os._exit, os.getpid(), os.getpid
     base_exception, system_exit, memory_error = BaseException, SystemExit, MemoryError
-    describe, finish, script = describe_error, end_script, tests is None
+    describe, finish, flush, script = describe_error, end_script, flush_output, tests is None
     out_of_memory = {kind: f"{nonce} {kind} %d MemoryError\n".encode("ascii") for kind in "MG"}
 
     def emit(kind: str, index: int, detail: str = "") -> None:
@@ -156,7 +156,7 @@ def execute(code: str, tests: list[str] | None, nonce: str, result: int) -> None
             emit("F", index, describe(error, {"<program>": code, "<test>": test}))
         else:
             emit("P", index)
-    finish(0)
+    flush()  # no more: a thread or exit handler of the program cannot change what was found
     emit("D", 0)
     leave(0)
 
@@ -168,11 +168,18 @@ def end_script(status: int) -> int:
         if threading is not None:
             threading._shutdown()
         atexit._run_exitfuncs()
+    except BaseException:
+        status = status or 120
+    return status if flush_output() else status or 120
+
+
+def flush_output() -> bool:
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # closed, replaced or full: what was written is what counts
-        return status or 120
-    return status
+        return False
+    return True
 
 
 def exit_code(error: SystemExit) -> int:

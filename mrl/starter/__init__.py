@@ -20,7 +20,7 @@ Split = Literal["train", "heldout"]
 
 
 def load_tasks(split: Split) -> list[dict[str, Any]]:
-    """The rows of one split: `id`, `prompt` (what to ask as the user), `testcases` (assert lines), `family`, `solution`.
+    """The rows of one split: `id`, `prompt` (asked as the user), `testcases` (assert lines), `family` and `solution`.
 
     Raises ValueError for a split that does not exist.
     """

@@ -1,7 +1,7 @@
 """What a function does, as data: its outputs over a fixed grid of inputs.
 
-Two programs are "the same function" here when they agree on every probe of their kind of input, whatever their text. Only
-programs that this package generated are run in this process; what a model wrote goes to a sandbox.
+Two programs are "the same function" here when they agree on every probe of their kind of input, whatever their text.
+Only programs that this package generated are run in this process; what a model wrote goes to a sandbox.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 EDGES = [(b * k, b) for k in range(1, 18) for b in (1, 2, 3)] + [(a, a * k) for k in range(1, 18) for a in (1, 2, 3)]
 EDGES += [(k, m) for k in range(1, 18) for m in (3, 6, 10, 15)] + [(m, k) for k in range(1, 18) for m in (3, 6, 10, 15)]
-"""Pairs where `a > k * b`, `a + k > b`, `a > k and b > m` and the like change their answer, for the constants in use."""
+"""Pairs where `a > k * b`, `a + k > b`, `a > k and b > m` and the like change their answer."""
 TEXT = "abcdeilmnorst" * 2 + "ABCDET xyz"
 
 

@@ -1,8 +1,9 @@
 """Demonstrations by a careless programmer: what the supervised phase imitates.
 
-Each family has a probability `care` that a demonstration is right. Otherwise it holds one plausible mistake, most often the
-family's habit. A policy that imitates this knows how to write every kind of program but often writes the wrong one, so reinforcement
-learning has something to find: where a habit is more frequent than the right program, even the policy's best guess is wrong.
+Each family has a probability `care` that a demonstration is right. Otherwise it holds one plausible mistake, most often
+the family's habit. A policy that imitates this knows how to write every kind of program but often writes the wrong one,
+so reinforcement learning has something to find: where a habit is more frequent than the right program, even the
+policy's best guess is wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The table of task families: what may be asked of the starter policy, in words and in Python.
 
-A family is a function from a random generator to a `Draft`: one small function to write, said in English and written as a
-body. Nothing here knows about splits, test cases or mistakes. Constants are small on purpose: they are copied from the
-prompt digit by digit, which a model of under a million parameters can learn.
+A family is a function from a random generator to a `Draft`: one small function to write, said in English and written as
+a body. Nothing here knows about splits or test cases. Constants are small on purpose: they are copied from the prompt
+digit by digit, which a model of under a million parameters can learn.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def in_steps(kind: str, steps: list[tuple[str, str, str]]) -> Draft:
     """Each step is (name, words, expression of the parameter); all but the last one assign the parameter again."""
     name = PARAMETERS[kind]
     *first, last = [expression for _, _, expression in steps]
-    lines = tuple(f"{name} = {expression}" for expression in first) + (f"return {last}",)
+    lines = (*(f"{name} = {expression}" for expression in first), f"return {last}")
     says = f"{name} after these steps: " + ", then ".join(words for _, words, _ in steps)
     return Draft(kind, says, lines, shape=">".join(step for step, _, _ in steps))
 

@@ -52,10 +52,11 @@ def generate_tasks(seed: int = 0) -> TaskSet:
     all_reserved: set[tuple[str, str]] = set()
     for family in FAMILIES:
         rng = random.Random(f"{seed}/{family}")
-        reserved = _reserve_shapes(family, rng)
+        shapes = _shapes(family, rng)
+        reserved = set(rng.sample(sorted(shapes), round(RESERVED_SHAPES * len(shapes))))
         all_reserved |= {(family, shape) for shape in reserved}
-        held = _draw(family, rng, HELDOUT_PER_FAMILY, seen, lambda d: not reserved or d.shape in reserved)
-        kept = _draw(family, rng, TRAIN_PER_FAMILY, seen, lambda d: d.shape not in reserved)
+        held = _draw(family, rng, HELDOUT_PER_FAMILY, seen, reserved or None)
+        kept = _draw(family, rng, TRAIN_PER_FAMILY, seen, shapes - reserved)
         for index, draft in enumerate(held + kept):
             task = Task(f"{family}/{index:04d}", draft.prompt, _test_cases(draft, rng), family, tidy(draft.program))
             (heldout if index < len(held) else train).append(task)
@@ -83,20 +84,21 @@ def is_worth_asking(draft: Draft) -> bool:
     return results.most_common(1)[0][1] <= 0.8 * len(INPUTS[draft.kind])
 
 
-def _reserve_shapes(family: str, rng: random.Random) -> set[str]:
+def _shapes(family: str, rng: random.Random) -> set[str]:
+    """The ordered sequences of steps of a family of steps; {""} for every other family."""
     if not FAMILIES[family].draw(rng).shape:
-        return set()
-    shapes = sorted({FAMILIES[family].draw(rng).shape for _ in range(4000)})
-    return set(rng.sample(shapes, round(RESERVED_SHAPES * len(shapes))))
+        return {""}
+    return {FAMILIES[family].draw(rng).shape for _ in range(4000)}
 
 
-def _draw(family: str, rng: random.Random, count: int, seen: set[str], accept) -> list[Draft]:
+def _draw(family: str, rng: random.Random, count: int, seen: set[str], shapes: set[str] | None) -> list[Draft]:
+    """`count` functions that are not in `seen`, which they then are; of these shapes only, None = any."""
     drafts: list[Draft] = []
     for _ in range(200 * count):
         if len(drafts) == count:
             return drafts
         draft = FAMILIES[family].draw(rng)
-        if not accept(draft) or not is_worth_asking(draft):
+        if (shapes is not None and draft.shape not in shapes) or not is_worth_asking(draft):
             continue
         digest = signature(draft.program, draft.kind)
         if digest not in seen:

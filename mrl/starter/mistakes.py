@@ -1,7 +1,7 @@
 """Plausible mistakes in a small program, made on its syntax tree.
 
-They serve three ends: the careless demonstrations of the supervised phase, the choice of test cases (inputs are kept because
-they tell a program from its mistaken versions), and the tests that check that choice.
+They serve three ends: the careless demonstrations of the supervised phase, the choice of test cases (inputs are kept
+because they tell a program from its mistaken versions), and the tests that check that choice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NAMES = {"max": "min", "min": "max", "sum": "len", "len": "sum", "all": "any", "
 def mistakes(program: str) -> dict[str, list[str]]:
     """Every single-edit mistake of `program`, by kind of mistake; programs differ from `program` and from each other.
 
-    Kinds: operator, boundary (`>` for `>=`), direction (`>` for `<`), off_by_one, name (`max` for `min`), drop (a step is
-    forgotten), order (two steps or the two branches are swapped), no_return.
+    Kinds: operator, boundary (`>` for `>=`), direction (`>` for `<`), off_by_one, name (`max` for `min`), drop (a step
+    is forgotten), order (two steps or the two branches are swapped), no_return.
     """
     seen = {program}
     found: dict[str, list[str]] = {}

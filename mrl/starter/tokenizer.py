@@ -12,7 +12,7 @@ END_OF_TURN, START_OF_TURN, PADDING = "<|im_end|>", "<|im_start|>", "<|endoftext
 SPECIAL_TOKENS = [PADDING, START_OF_TURN, END_OF_TURN]
 
 WORDS_AND_DIGITS = r"```\w*\n?|\n +\p{L}*| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
-"""Digits stand alone, so that a number is copied digit by digit; a fence is one piece, and so is an indentation with its first word."""
+"""Digits stand alone, so that a number is copied digit by digit; an indentation is one piece with its first word."""
 
 CHAT_TEMPLATE = (
     "{%- if tools %}"
@@ -64,8 +64,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Two files: `tokenizer.json` and `tokenizer_config.json` (with the chat template inside)."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        # The generic class keeps our pre-tokenizer. This is why the policy is a Llama: for model type qwen2 transformers 5 takes
-        # Qwen2Tokenizer whatever is said here, and that brings its own.
+        # The generic class keeps our pre-tokenizer. This is why the policy is a Llama: for model type qwen2,
+        # transformers 5 takes Qwen2Tokenizer whatever is said here, and that brings its own.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TURN,
         "pad_token": PADDING,

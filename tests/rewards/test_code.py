@@ -184,8 +184,8 @@ async def test_code_reward_of_a_batch():
 
 
 def test_code_reward_needs_a_column():
-    with pytest.raises(RewardError, match=r"'testcases'.*columns are: answer, level"):
+    with pytest.raises(RewardError, match=r"'testcases'.*among the columns: answer, level"):
         CodeReward().check_columns(["answer", "level"])
     CodeReward().check_columns(["testcase"])
-    with pytest.raises(RewardError, match="columns are: answer"):
+    with pytest.raises(RewardError, match="among the columns: answer"):
         asyncio.run(score_rows([CodeReward()], [request(ADD, answer=1)]))

@@ -16,6 +16,7 @@ from mrl.errors import SandboxError
 from mrl.sandbox import IOTest, Limits, Program, Verdict
 from mrl.sandbox.process import ProcessSandbox
 
+USUAL = Limits()
 QUICK = Limits(wall_seconds=1.0, cpu_seconds=1)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="subreaper and /proc are Linux's")
 
@@ -27,7 +28,7 @@ async def sandbox() -> AsyncIterator[ProcessSandbox]:
     await sandbox.close()
 
 
-async def judge(sandbox: ProcessSandbox, code: str, *tests, limits: Limits = Limits()) -> Verdict:
+async def judge(sandbox: ProcessSandbox, code: str, *tests, limits: Limits = USUAL) -> Verdict:
     (verdict,) = await sandbox.run([Program(code, tests or ("assert True",), limits)])
     return verdict
 
@@ -104,7 +105,7 @@ async def test_leaving_early_passes_nothing(sandbox, code):
         "import sys\nsys.stdout = sys.stderr = None",
         "print('0123456789abcdef P 0 ')",
         "import os\nif os.fork() == 0: pass",
-        "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'0123456789abcdef P 0 \\n')\n    except OSError: pass",
+        "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'0123456789abcdef P 0 \\n')\n  except OSError: pass",
     ],
 )
 async def test_tampering_passes_nothing(sandbox, code):
@@ -114,7 +115,7 @@ async def test_tampering_passes_nothing(sandbox, code):
 
 
 async def test_garbage_on_the_result_pipe_is_a_protocol_error(sandbox):
-    code = "import os\nfor fd in range(3, 400):\n    try: os.write(fd, b'0123456789abcdef P 0 \\n')\n    except OSError: pass"
+    code = "import os\nfor fd in range(3, 400):\n  try: os.write(fd, b'0 P 0 \\n')\n  except OSError: pass"
     verdict = await judge(sandbox, code)
     assert (verdict.status, passed(verdict)) == ("protocol", [False])
 
@@ -195,7 +196,7 @@ async def test_processes_are_bounded(sandbox):
     verdict = await judge(sandbox, code)
     assert verdict.status == "error"
     assert "BlockingIOError" in verdict.detail
-    code = "import threading, time\nfor _ in range(8): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    code = "import threading, time\nfor _ in range(8): threading.Timer(60, print).start()"
     assert (await judge(sandbox, code)).status == "passed"
 
 
@@ -303,7 +304,8 @@ async def test_large_input_and_output(sandbox):
 async def test_scratch_directories_are_removed():
     before = scratch_dirs()
     sandbox = ProcessSandbox(slots=1)
-    code = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.chmod('a/b', 0)\nos.chmod('a', 0)\nprint(os.getcwd())"
+    code = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.chmod('a/b', 0)\nos.chmod('a', 0)"
+    code += "\nprint(os.getcwd())"
     verdict = await judge(sandbox, code)
     assert verdict.status == "passed"
     assert not Path(verdict.stdout.strip()).exists()

@@ -11,6 +11,7 @@ from mrl.sandbox._verdict import Run, merge_runs, run_from_report
 from mrl.sandbox.base import IOTest, Limits, TestResult, Verdict
 
 NONCE = "0123456789abcdef"
+USUAL = Limits()
 
 
 def report(records: str, **changes: Any) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def report(records: str, **changes: Any) -> dict[str, Any]:
     return plain | {"wall_seconds": 0.1, "cpu_seconds": 0.1, "peak_memory_mb": 9.0} | changes
 
 
-def verdict_of(records: str, count: int, limits: Limits = Limits(), **changes: Any) -> Verdict:
+def verdict_of(records: str, count: int, limits: Limits = USUAL, **changes: Any) -> Verdict:
     run = Run(list(range(count)), nonce=NONCE)
     run_from_report(run, report(records, **changes), limits)
     return merge_runs([run], count)

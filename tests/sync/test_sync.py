@@ -1,0 +1,167 @@
+"""Every sync method, with the real engine: the worker then samples from exactly the actor's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrl.backends import Resources
+from mrl.backends.inline import InlineBackend
+from mrl.errors import EngineError, SyncError
+from mrl.sync import SYNC_METHODS
+from mrl.sync.checksum import checksum
+from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
+from mrl.workers.actor import ActorWorker
+from mrl.workers.pool import PolicyClient
+from mrl.workers.rollout import RolloutWorker
+
+
+async def spawn_all(model: str, workers: int, **lora: object) -> tuple[InlineBackend, object, list[object]]:
+    backend = InlineBackend(60)
+    settings = {"model": model, "device": "cpu", "max_model_len": 64, **lora}
+    actor = await backend.spawn(
+        ActorWorker,
+        name="actor",
+        resources=Resources(),
+        args={"model": settings, "training": {"learning_rate": 0.02}, "total_steps": 9},
+    )
+    handles = [
+        await backend.spawn(
+            RolloutWorker, name=f"rollout-{i}", resources=Resources(), args={"engine": "transformers", "model": settings}
+        )
+        for i in range(workers)
+    ]
+    await actor.call("initialize")
+    return backend, actor, handles
+
+
+def requests(count: int = 6) -> list[GenerateRequest]:
+    params = SamplingParams(temperature=1.0, max_tokens=8)
+    return [GenerateRequest(str(i), (65 + i % 2, 66, 67), params, seed=i) for i in range(count)]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("fixture", ["tiny_model", "untied_model"])
+@pytest.mark.parametrize("method", ["reload", "direct"])
+async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
+    method: str, fixture: str, lora: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    adapter = {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0} if lora else {}
+    backend, actor, workers = await spawn_all(request.getfixturevalue(fixture), 2, **adapter)
+    sync = SYNC_METHODS.get(method)(tmp_path / "weights")
+    await sync.sync(actor, workers, 0)
+    policy = PolicyClient(workers)
+    seen = []
+    for version in (1, 2, 3):
+        completions = await policy.generate(requests())
+        assert {c.policy_version for c in completions} == {version - 1}
+        seen.append([c.token_ids for c in completions])
+        samples = [
+            Sample(list(r.prompt_ids), c.token_ids, c.logprobs, [1] * len(c.token_ids), c.policy_version)
+            for r, c in zip(requests(), completions, strict=True)
+        ]
+        advantages = [1.0 if i % 2 else -1.0 for i in range(len(samples))]
+        metrics = await actor.call("train_step", TrainBatch(samples, advantages, len(samples)))
+        assert metrics["train/logprob_gap_max"] < 1e-5, f"before step {version} the worker was not on the actor's weights"
+        await sync.sync(actor, workers, version)
+    assert seen[0] != seen[2], "training must have changed what is sampled, or the check above shows nothing"
+    await backend.close()
+    sync.close()
+    assert not (tmp_path / "weights").exists()
+
+
+async def test_reload_keeps_one_version_on_disk_and_direct_none(tiny_model: str, tmp_path: Path) -> None:
+    backend, actor, workers = await spawn_all(tiny_model, 1)
+    sync = SYNC_METHODS.get("reload")(tmp_path / "weights")
+    for version in range(3):
+        await sync.sync(actor, workers, version)
+        assert [p.name for p in (tmp_path / "weights").iterdir()] == [f"v{version}"]
+    await backend.close()
+
+
+async def test_direct_shares_the_module_itself(tiny_model: str, tmp_path: Path) -> None:
+    backend, actor, workers = await spawn_all(tiny_model, 2)
+    await SYNC_METHODS.get("direct")(tmp_path).sync(actor, workers, 0)
+    tensors = actor.worker.model.state_dict()
+    for handle in workers:
+        served = handle.worker.engine.state_dict()
+        assert all(served[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
+    await backend.close()
+
+
+class Liar(RolloutWorker):
+    """Answers what it was told to hold, and holds something else."""
+
+    def update_weights(self, ref):  # type: ignore[no-untyped-def]
+        answer = super().update_weights(ref)
+        with torch.no_grad():
+            next(iter(self.engine.state_dict().values())).view(-1)[3] += 1e-3
+        answer["checksum"] = self._checksum(ref)
+        return answer
+
+
+class Forgetful(RolloutWorker):
+    def update_weights(self, ref):  # type: ignore[no-untyped-def]
+        return super().update_weights(ref) | {"version": ref.version - 1}
+
+
+@pytest.mark.parametrize(("worker", "message"), [(Liar, "checksum"), (Forgetful, "serves version 4")])
+async def test_a_worker_that_does_not_hold_what_was_sent_is_found(
+    worker: type, message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    backend, actor, _ = await spawn_all(tiny_model, 1)
+    settings = {"model": tiny_model, "device": "cpu", "max_model_len": 64}
+    bad = await backend.spawn(
+        worker, name="rollout-7", resources=Resources(), args={"engine": "transformers", "model": settings}
+    )
+    with pytest.raises(SyncError, match=rf"rollout-7: .*{message}"):
+        await SYNC_METHODS.get("reload")(tmp_path / "weights").sync(actor, [bad], 5)
+    await backend.close()
+
+
+async def test_a_full_disk_is_said(tiny_model: str, tmp_path: Path) -> None:
+    backend, actor, workers = await spawn_all(tiny_model, 1)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SyncError, match="could not be written"):
+        await SYNC_METHODS.get("reload")(tmp_path / "file").sync(actor, workers, 0)
+    await backend.close()
+
+
+async def test_a_worker_without_weights_refuses_to_generate(tiny_model: str) -> None:
+    backend, _, workers = await spawn_all(tiny_model, 1)
+    with pytest.raises(EngineError, match="no weights yet"):
+        await workers[0].call("generate", requests(1))
+    assert await workers[0].call("health") == {"version": None}
+    await backend.close()
+
+
+def test_checksum_sees_changes_swaps_and_signs() -> None:
+    base = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    mark = checksum(base)
+    assert checksum({name: t.clone() for name, t in base.items()}) == mark
+    swapped = base["a"].clone()
+    swapped[0, 0], swapped[1, 2] = base["a"][1, 2], base["a"][0, 0]
+    changed = base["b"].clone()
+    changed[2] = 1.0078125  # one bit of bfloat16
+    for other in (
+        {**base, "a": swapped},
+        {**base, "b": changed},
+        {**base, "a": base["a"].reshape(3, 2)},
+        {**base, "a": -base["a"]},
+        {"a": base["a"], "c": base["b"]},
+    ):
+        assert checksum(other) != mark
+
+
+async def test_work_is_spread_and_comes_back_in_order(tiny_model: str, tmp_path: Path) -> None:
+    backend, actor, workers = await spawn_all(tiny_model, 3)
+    await SYNC_METHODS.get("direct")(tmp_path).sync(actor, workers, 0)
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    many = [GenerateRequest(f"r{i}", (65 + i % 5, 70), params, seed=i) for i in range(20)]
+    alone = await PolicyClient(workers[:1]).generate(many)
+    spread = await PolicyClient(workers).generate(many)
+    assert [c.request_id for c in spread] == [r.id for r in many]
+    assert [c.token_ids for c in spread] == [c.token_ids for c in alone]
+    await backend.close()

@@ -1,0 +1,297 @@
+"""The actor's step on tiny models: right numbers, whatever the split; LoRA, reference, reuse, and divergence."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mrl.algorithms.base import LossSettings, LossTerms, token_weights
+from mrl.algorithms.grpo import GRPO
+from mrl.errors import CheckpointError, ConfigError, TrainingError
+from mrl.types import Sample, TrainBatch
+from mrl.workers.actor import ActorWorker
+
+LR = 1e-3
+
+
+def make_actor(model: str, *, lora: bool = False, dropout: float = 0.0, **training: object) -> ActorWorker:
+    settings = {"model": model, "device": "cpu"}
+    if lora:
+        settings |= {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": dropout}
+    actor = ActorWorker(settings, {"learning_rate": LR, **training}, total_steps=10)
+    actor.initialize()
+    return actor
+
+
+def logprobs_of(model: object, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    """The plain way: one sequence, all logits."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].float() / temperature
+    log_p = torch.log_softmax(logits, -1)
+    positions = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    return log_p[positions, torch.tensor(completion)]
+
+
+def make_batch(model: str, *, rows: int = 7, temperature: float = 0.8, num_sequences: int | None = None) -> TrainBatch:
+    """Ragged samples whose logprobs are the model's own; one has tokens that the policy did not sample."""
+    policy = AutoModelForCausalLM.from_pretrained(model).eval()
+    rng = torch.Generator().manual_seed(3)
+    samples = []
+    for row in range(rows):
+        prompt = torch.randint(0, 200, (int(torch.randint(1, 9, (1,), generator=rng)),), generator=rng).tolist()
+        completion = torch.randint(0, 200, (int(torch.randint(1, 12, (1,), generator=rng)),), generator=rng).tolist()
+        with torch.no_grad():
+            logprobs = logprobs_of(policy, prompt, completion, temperature).tolist()
+        mask = [1] * len(completion)
+        if row == 1:
+            mask[0] = 0
+        samples.append(Sample(prompt, completion, logprobs, mask, policy_version=0))
+    advantages = torch.randn(rows, generator=rng).tolist()
+    return TrainBatch(samples, advantages, num_sequences or rows, temperature)
+
+
+def parameters(actor: ActorWorker) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in actor.model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
+def test_the_update_does_not_depend_on_the_split(tiny_model: str, loss_type: str) -> None:
+    batch = make_batch(tiny_model)
+    gradients, metrics = [], []
+    for parts in (1, 2, 3, 7, 50):
+        actor = make_actor(tiny_model, loss_type=loss_type, gradient_accumulation_steps=parts)
+        metrics.append(actor.train_step(batch))
+        gradients.append([state["exp_avg"] for state in actor.optimizer.state.values()])  # 0.1 x the gradient
+    for other, numbers in zip(gradients[1:], metrics[1:], strict=True):
+        torch.testing.assert_close(other, gradients[0], atol=1e-7, rtol=1e-4)
+        for name, value in metrics[0].items():
+            assert numbers[name] == pytest.approx(value, abs=1e-4, rel=1e-3), name
+
+
+@pytest.mark.parametrize("fixture", ["tiny_model", "untied_model"])
+def test_loss_and_gradient_are_those_of_the_plain_way(fixture: str, request: pytest.FixtureRequest) -> None:
+    """One sequence at a time, all logits at once, no padding: the same loss, gradient and step."""
+    model = request.getfixturevalue(fixture)
+    batch = make_batch(model)
+    actor = make_actor(model, loss_type="grpo", max_grad_norm=1e9)
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    total = torch.zeros(())
+    for sample, advantage in zip(batch.samples, batch.advantages, strict=True):
+        logprobs = logprobs_of(plain, sample.prompt_ids, sample.completion_ids, batch.temperature)[None]
+        mask = torch.tensor([sample.mask])
+        terms = LossTerms(logprobs, logprobs.detach(), torch.tensor([[advantage]]).expand_as(logprobs), mask)
+        weights = token_weights(mask, "sequences", 1024, len(batch.samples))
+        total = total + (GRPO.per_token(terms, LossSettings()).loss_BT * weights).sum()
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+    metrics = actor.train_step(batch)
+    assert metrics["train/loss"] == pytest.approx(total.item(), abs=1e-5)
+    assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["train/logprob_gap_max"] < 1e-5
+    assert metrics["train/ratio"] == pytest.approx(1.0)
+    assert metrics["train/importance_weight"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/tokens"] == sum(sum(s.mask) for s in batch.samples)
+
+
+def test_the_step_raises_what_was_good_and_lowers_what_was_bad(tiny_model: str) -> None:
+    batch = make_batch(tiny_model, rows=2)
+    batch.advantages = [1.0, -1.0]
+    actor = make_actor(tiny_model)
+    actor.train_step(batch)
+    for sample, sign in zip(batch.samples, (1, -1), strict=True):
+        with torch.no_grad():
+            after = logprobs_of(actor.model, sample.prompt_ids, sample.completion_ids, batch.temperature)
+        changed = (after - torch.tensor(sample.logprobs)) * torch.tensor(sample.mask)
+        assert sign * changed.sum() > 0
+
+
+def test_padding_and_tokens_of_the_environment_have_no_influence(tiny_model: str) -> None:
+    """The logprob recorded for a masked token is not looked at, be it even NaN."""
+    batch = make_batch(tiny_model)
+    poisoned = copy.deepcopy(batch)
+    poisoned.samples[1].logprobs[0] = float("nan")
+    first, second = make_actor(tiny_model), make_actor(tiny_model)
+    first.train_step(batch)
+    metrics = second.train_step(poisoned)
+    assert metrics["train/updates_skipped"] == 0
+    for name, value in parameters(first).items():
+        assert torch.equal(parameters(second)[name], value), name
+
+
+def test_a_logprob_gap_is_reported_and_weighed(tiny_model: str) -> None:
+    batch = make_batch(tiny_model)
+    for sample in batch.samples:
+        sample.logprobs = [value - 0.5 for value in sample.logprobs]  # the sampler thought them less likely
+    metrics = make_actor(tiny_model).train_step(batch)
+    assert metrics["train/logprob_gap"] == pytest.approx(0.5, abs=1e-4)
+    assert metrics["train/importance_weight"] == pytest.approx(torch.e**0.5, rel=1e-3)
+    capped = make_actor(tiny_model, importance_sampling_cap=1.2).train_step(batch)
+    assert capped["train/importance_weight"] == pytest.approx(1.2, rel=1e-3)
+    ignored = make_actor(tiny_model, importance_sampling="none").train_step(batch)
+    assert ignored["train/importance_weight"] == 1.0
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_kl_is_to_the_reference_and_starts_at_zero(tiny_model: str, lora: bool) -> None:
+    batch = make_batch(tiny_model)
+    actor = make_actor(tiny_model, lora=lora, beta=0.1, learning_rate=1e-2)
+    kls = [actor.train_step(batch)["train/kl"] for _ in range(4)]
+    assert kls[0] == pytest.approx(0.0, abs=1e-6)
+    assert kls[-1] > 1e-4  # against the old policy instead it would stay at zero
+    before = AutoModelForCausalLM.from_pretrained(tiny_model)
+    rows = batch.samples[0]
+    with torch.no_grad():
+        reference = logprobs_of(before, rows.prompt_ids, rows.completion_ids, 1.0)
+        if lora:
+            with actor.model.disable_adapter():
+                held = logprobs_of(actor.model, rows.prompt_ids, rows.completion_ids, 1.0)
+        else:
+            held = logprobs_of(actor.reference, rows.prompt_ids, rows.completion_ids, 1.0)
+    torch.testing.assert_close(held, reference)
+
+
+def test_reuse_takes_its_ratios_against_the_policy_before_the_first_update(tiny_model: str) -> None:
+    batch = make_batch(tiny_model)
+    actor = make_actor(tiny_model, num_iterations=3, learning_rate=1e-2)
+    metrics = actor.train_step(batch)
+    assert metrics["train/ratio_max"] > 1.01
+    assert metrics["train/clipped_high_fraction"] + metrics["train/clipped_low_fraction"] > 0
+    assert metrics["train/logprob_gap_max"] < 1e-5  # sampler against old policy, not against the moved one
+    once = make_actor(tiny_model, num_iterations=1, learning_rate=1e-2)
+    once.train_step(batch)
+    assert any(not torch.equal(a, b) for a, b in zip(parameters(once).values(), parameters(actor).values(), strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_trains_only_the_adapter_and_its_merged_weights_say_the_same(tiny_model: str, checkpointing: bool) -> None:
+    batch = make_batch(tiny_model)
+    actor = make_actor(tiny_model, lora=True, gradient_checkpointing=checkpointing, learning_rate=1e-2)
+    before = parameters(actor)
+    for _ in range(3):
+        actor.train_step(batch)
+    changed = {name for name, value in parameters(actor).items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    merged = AutoModelForCausalLM.from_pretrained(tiny_model)
+    merged.load_state_dict(actor.get_weights(), strict=True)
+    sample = batch.samples[0]
+    with torch.no_grad():
+        expected = logprobs_of(actor.model, sample.prompt_ids, sample.completion_ids, 1.0)
+        base = logprobs_of(AutoModelForCausalLM.from_pretrained(tiny_model), sample.prompt_ids, sample.completion_ids, 1.0)
+        got = logprobs_of(merged, sample.prompt_ids, sample.completion_ids, 1.0)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert (got - base).abs().max() > 1e-4
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model: str) -> None:
+    batch = make_batch(tiny_model)
+    plain, checkpointed = make_actor(tiny_model), make_actor(tiny_model, gradient_checkpointing=True)
+    plain.train_step(batch)
+    checkpointed.train_step(batch)
+    for name, value in parameters(plain).items():
+        torch.testing.assert_close(parameters(checkpointed)[name], value, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_dropout_leaves_the_gap_to_the_sampler_exact(tiny_model: str) -> None:
+    batch = make_batch(tiny_model)
+    actor = make_actor(tiny_model, lora=True, dropout=0.5, learning_rate=1e-2)
+    actor.train_step(batch)
+    with torch.no_grad():
+        for sample in batch.samples:
+            sample.logprobs = logprobs_of(actor.model, sample.prompt_ids, sample.completion_ids, 0.8).tolist()
+    metrics = actor.train_step(batch)
+    assert metrics["train/logprob_gap_max"] < 1e-5
+    assert metrics["train/ratio"] == pytest.approx(1.0)
+
+
+def test_scaled_logits_are_noticed_and_computed_by_the_model(tmp_path: Path) -> None:
+    """Granite divides its logits: hidden states times the head are not its logits."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=260, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, logits_scaling=4.0
+    )
+    actor = ActorWorker({"model": "unused", "device": "cpu"}, {}, total_steps=1)
+    actor.model = GraniteForCausalLM(config).eval()
+    actor.device = torch.device("cpu")
+    assert actor._chunked_head_agrees() is False
+    actor.model.config.logits_scaling = 1.0
+    actor.model.logits_scaling = 1.0
+    assert actor._chunked_head_agrees() is True
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_three_stop_the_run(tiny_model: str) -> None:
+    batch = make_batch(tiny_model)
+    actor = make_actor(tiny_model)
+    before = parameters(actor)
+    bad = copy.deepcopy(batch)
+    bad.advantages[0] = float("inf")
+    for _ in range(2):
+        metrics = actor.train_step(bad)
+        assert metrics["train/updates_skipped"] == 1
+        assert metrics["train/loss"] in (float("inf"), float("-inf")) or metrics["train/loss"] != metrics["train/loss"]
+    for name, value in parameters(actor).items():
+        assert torch.equal(value, before[name]), name
+    assert actor.train_step(batch)["train/updates_skipped"] == 0  # a good one starts the count anew
+    actor.train_step(bad)
+    actor.train_step(bad)
+    with pytest.raises(TrainingError, match=r"3 updates in a row.*learning_rate"):
+        actor.train_step(bad)
+
+
+def test_schedule_warms_up_and_decays(tiny_model: str) -> None:
+    batch = make_batch(tiny_model, rows=2)
+    actor = make_actor(tiny_model, lr_scheduler_type="linear", warmup_steps=2)
+    rates = [actor.optimizer.param_groups[0]["lr"]]
+    for _ in range(10):
+        rates.append(actor.train_step(batch)["train/learning_rate"])
+    assert rates[0] == 0
+    assert rates[2] == pytest.approx(LR)
+    assert rates[10] == pytest.approx(0)
+
+
+def test_checkpoints_load_as_they_are(tiny_model: str, tmp_path: Path) -> None:
+    batch = make_batch(tiny_model)
+    actor = make_actor(tiny_model)
+    actor.train_step(batch)
+    path = actor.save_checkpoint(str(tmp_path / "step-1"))
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, actor.model.state_dict()[name]), name
+    assert AutoTokenizer.from_pretrained(path).chat_template
+    assert json.loads((tmp_path / "step-1" / "mrl_state.json").read_text())["step"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_lora_checkpoint_loads_through_its_base(tiny_model: str, tmp_path: Path) -> None:
+    from mrl.config import ModelConfig
+    from mrl.models import load_model
+
+    batch = make_batch(tiny_model)
+    actor = make_actor(tiny_model, lora=True, learning_rate=1e-2)
+    actor.train_step(batch)
+    actor.train_step(batch)
+    path = actor.save_checkpoint(str(tmp_path / "step-2"))
+    loaded = load_model(ModelConfig(model=path, device="cpu"))
+    for name, value in actor.get_weights().items():
+        torch.testing.assert_close(loaded.state_dict()[name], value, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(tiny_model: str, tmp_path: Path) -> None:
+    actor = make_actor(tiny_model)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        actor.save_checkpoint(str(tmp_path / "file" / "step-1"))
+
+
+def test_lora_target_modules_there_are_not(tiny_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"lora_target_modules.*q_proj"):
+        actor = ActorWorker(
+            {"model": tiny_model, "use_lora": True, "lora_target_modules": ["nowhere"], "device": "cpu"}, {}, 1
+        )
+        actor.initialize()
