@@ -11,13 +11,14 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, MRLError
 
 Command = Callable[[list[str]], int]
 
-EVAL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_samples": None, "dataset_split": "test", "max_tokens": 1024}
+EVAL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_samples": None, "max_tokens": 1024}
 POLICY_OPTIONS = [
     *("revision", "trust_remote_code", "dtype", "device", "max_model_len", "prompt_format", "system_prompt"),
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "engine"),
@@ -137,8 +138,8 @@ def evaluate(argv: list[str]) -> int:
 
     given = parse(
         "mrl eval",
-        "Measure a model on a set of tasks: mean reward, pass@1 and pass@k (unbiased estimator), each with a confidence "
-        "interval over tasks.\n\n"
+        "Measure a model on a set of tasks: mean reward, pass@1 and pass@k (unbiased estimator), each with a\n"
+        "confidence interval over tasks.\n\n"
         "  mrl eval starter --dataset tiny-code --split heldout\n"
         "  mrl eval runs/my-run --dataset tasks.jsonl --num-samples 8 --by family",
         argv,
@@ -153,7 +154,7 @@ def evaluate(argv: list[str]) -> int:
             "output": argument("File to write every rollout to, one JSON line each."),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
         },
-        defaults=EVAL_DEFAULTS,
+        defaults=EVAL_DEFAULTS | {"dataset_split": "heldout of tiny-code, all of a local file, test of the Hub"},
     )
     as_json, output = given.pop("json", False), given.pop("output", None)
     count, by, confidence = given.pop("num_samples", 1), given.pop("by", None), given.pop("confidence", 0.95)
@@ -161,15 +162,14 @@ def evaluate(argv: list[str]) -> int:
         raise ConfigError(f"num_samples: {count} is no number of attempts; use 1 or more")
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence: {confidence} is not between 0 and 1, e.g. 0.95")
+    given.setdefault("dataset_split", _held_out_split(given.get("dataset_name")))
     config = _policy_config(given)
-    if config.data.dataset_name == "tiny-code" and "dataset_split" not in given:
-        config.data.dataset_split = "heldout"
 
     from mrl.evaluation import evaluate as run_evaluation
     from mrl.store.run import write_rollouts
     from mrl.trainer import run_to_end
 
-    with _progress("evaluating") as progress:
+    with _Progress("evaluating") as progress:
         report = run_to_end(
             run_evaluation(config, samples_per_task=count, by=by, confidence=confidence, progress=progress)
         )
@@ -182,6 +182,13 @@ def evaluate(argv: list[str]) -> int:
     return 0
 
 
+def _held_out_split(dataset: str | None) -> str:
+    """The shipped tasks' `heldout`, all of a local file or folder, the Hub's `test`."""
+    if dataset == "tiny-code":
+        return "heldout"
+    return "train" if dataset and Path(dataset).expanduser().exists() else "test"
+
+
 def _print_evaluation(report: Any) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -191,10 +198,9 @@ def _print_evaluation(report: Any) -> None:
     table.add_column("mean", justify="right")
     table.add_column(f"{report.confidence:.0%} interval", justify="right")
     rows = {"mean reward": report.mean_reward} | {f"pass@{k}": value for k, value in report.pass_at.items()}
+    rows |= {f"  {name} pass@1": value for name, value in report.by.items()}
     for name, value in rows.items():
-        table.add_row(name, f"{value.mean:.3f}", f"{value.low:.3f} – {value.high:.3f}")
-    for name, value in report.by.items():
-        table.add_row(f"  {name} pass@1", f"{value.mean:.3f}", f"{value.low:.3f} – {value.high:.3f}")
+        table.add_row(name, f"{value.mean:.3f}", "–" if value.low is None else f"{value.low:.3f} – {value.high:.3f}")
     console = Console()
     console.print(table)
     unscored = f", {report.unscored} could not be scored" if report.unscored else ""
@@ -286,7 +292,7 @@ def cache(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(
             "usage: mrl cache list [--json]\n       mrl cache clear [--model NAME] [--dry-run] [--json]\n\n"
-            "`clear` removes mrl's own cache; with --model also that model of the Hub cache. Runs are never touched."
+            "`clear` removes mrl's own cache; with --model, that model of the Hub cache\ninstead. Runs are never touched."
         )
         return 0
     from mrl.flags import argument, parse
@@ -339,7 +345,7 @@ def _overview() -> str:
     )
 
 
-class _progress:
+class _Progress:
     """A progress bar on stderr, as a callback."""
 
     def __init__(self, label: str) -> None:

@@ -19,20 +19,11 @@ from mrl.preflight import prepare_evaluation, reward_worker_args
 from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.rollouts.single_turn import SingleTurn
-from mrl.stats import mean_interval, pass_at_k
+from mrl.stats import Interval, mean_interval, pass_at_k
 from mrl.types import GenerateRequest, Group, derive_seed
 from mrl.workers.pool import PolicyClient
 
 TASKS_AT_ONCE = 64
-
-
-@dataclass
-class Estimate:
-    """A mean over tasks and its confidence interval (tasks are the independent unit, attempts at one task are not)."""
-
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass
@@ -46,10 +37,10 @@ class EvalReport:
     unscored: int
     """Rollouts that could not be scored; they count nowhere."""
     confidence: float
-    mean_reward: Estimate
-    pass_at: dict[int, Estimate]
+    mean_reward: Interval
+    pass_at: dict[int, Interval]
     """k → pass@k."""
-    by: dict[str, Estimate] = field(default_factory=dict)
+    by: dict[str, Interval] = field(default_factory=dict)
     """pass@1 for each value of a column."""
     completion_length: float = 0.0
     groups: list[Group] = field(default_factory=list)
@@ -105,10 +96,6 @@ def summarize(
     if not per_task:
         raise TrainingError(f"no rollout could be scored; the first says: {rollouts[0].error}")
 
-    def estimate(values: list[float]) -> Estimate:
-        low, high = mean_interval(values, confidence)
-        return Estimate(fmean(values), low, high)
-
     counts = {task_id: (len(rewards), sum(r >= PASS for r in rewards)) for task_id, rewards in per_task.items()}
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < samples_per_task] + [samples_per_task]
     fewest = min(n for n, _ in counts.values())
@@ -125,9 +112,11 @@ def summarize(
         samples_per_task=samples_per_task,
         unscored=sum(rollout.reward is None for rollout in rollouts),
         confidence=confidence,
-        mean_reward=estimate([fmean(rewards) for rewards in per_task.values()]),
-        pass_at={k: estimate([pass_at_k(n, c, k) for n, c in counts.values()]) for k in ks if k <= fewest},
-        by={value: estimate(shares) for value, shares in sorted(by_value.items())},
+        mean_reward=mean_interval([fmean(rewards) for rewards in per_task.values()], confidence),
+        pass_at={
+            k: mean_interval([pass_at_k(n, c, k) for n, c in counts.values()], confidence) for k in ks if k <= fewest
+        },
+        by={value: mean_interval(shares, confidence) for value, shares in sorted(by_value.items())},
         completion_length=fmean(rollout.num_tokens for rollout in rollouts),
         groups=groups,
     )

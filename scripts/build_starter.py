@@ -91,10 +91,14 @@ def build_policy(settings: Settings, tasks: TaskSet, folder: Path) -> None:
         folder.mkdir(parents=True)
         tokenizer = build_tokenizer(course, settings, folder)
         model = new_policy(tokenizer, settings.seed)
+        started = time.perf_counter()
         bar = progress.add_task("supervised phase", total=settings.steps)
 
         def report(step: int, loss: float) -> None:
             progress.update(bar, advance=1, description=f"supervised phase, loss {loss:.3f}")
+            if (step + 1) % 100 == 0:
+                # The bar shows nothing where the output is a file.
+                progress.console.print(f"step {step + 1}: loss {loss:.3f}, {time.perf_counter() - started:.0f} s")
 
         train(model, tokenizer, course, Schedule(steps=settings.steps), settings.seed, report)
     model.generation_config = GenerationConfig(

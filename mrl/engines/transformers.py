@@ -20,14 +20,12 @@ from mrl.engines.transformers_model import CausalLM
 from mrl.engines.transformers_score import score
 from mrl.engines.transformers_weights import load_directory
 from mrl.errors import EngineError, SyncError
-from mrl.models import autocast_dtype, load_model, load_tokenizer
+from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from mrl.config import ModelConfig
 
     from mrl.config import ModelConfig
 
@@ -74,28 +72,11 @@ class TransformersEngine:
         self._lock = threading.Lock()
 
     @classmethod
-    def create(cls, config: ModelConfig, module: nn.Module | None = None) -> TransformersEngine:
-        """An engine for the configured model: around a live `module` if given, else around a copy of its own.
-
-        Raises ModelError, EngineError.
-        """
-        model = module if module is not None else load_model(config)
-        device = next(model.parameters()).device
-        return cls(
-            model,
-            load_tokenizer(config),
-            max_model_len=config.max_model_len,
-            autocast_dtype=autocast_dtype(config, device),
-        )
-
-    @classmethod
     def create(cls, config: ModelConfig, module: nn.Module | None = None) -> Self:
         """An engine for the configured model at version 0, around `module` if that is given.
 
         Raises ModelError when the model or tokenizer cannot be loaded, EngineError when the model cannot be served.
         """
-        from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer
-
         model = load_model(config) if module is None else module
         device = next(model.parameters()).device
         return cls(
@@ -168,12 +149,6 @@ class TransformersEngine:
             self.version = ref.version
             return self.version
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors that are served, under their Hugging Face names."""
-        if self._lm is None:
-            raise EngineError("the engine is closed")
-        return self._lm.module.state_dict()
-
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors by their Hugging Face names, tied ones under each name. EngineError with a PEFT adapter,
         whose merged tensors exist nowhere."""
@@ -201,10 +176,14 @@ class TransformersEngine:
     async def _call(self, run: Callable[[CausalLM], T]) -> T:
         """Run it on the engine's thread, alone."""
 
+        cpu_threads = torch.get_num_threads()  # torch counts them per calling thread
+
         def locked() -> T:
             with self._lock:
                 if self._lm is None:
                     raise EngineError("the engine is closed")
+                if torch.get_num_threads() != cpu_threads:
+                    torch.set_num_threads(cpu_threads)
                 return run(self._lm)
 
         try:

@@ -220,9 +220,9 @@ class _Wave:
 def prefill(lm: CausalLM, jobs: list[_Job], limits: Limits) -> tuple[Tensor, Cache, Tensor | None, Tensor]:
     """Run each distinct prompt once and give every job its row.
 
-    jobs: equal prompts adjacent, shorter prompts first. Returns logits of the next token [N, V]; the cache, in which all
-    prompts end at one column; the mask over the columns of prompt and completion [N, L], True where a token is, `None` when no
-    prompt is padded; the prompts' lengths [N].
+    jobs: equal prompts adjacent, shorter prompts first. Returns logits of the next token [N, V]; the cache, in which
+    all prompts end at one column; the mask over the columns of prompt and completion [N, L], True where a token is,
+    `None` when no prompt is padded; the prompts' lengths [N].
     """
     groups: dict[tuple[int, ...], int] = Counter(job.request.prompt_ids for job in jobs)
     prompts = list(groups)

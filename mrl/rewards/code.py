@@ -70,8 +70,8 @@ class CodeReward:
         columns = list(columns)
         if not set(COLUMNS) & set(columns):
             raise RewardError(
-                f"reward_funcs: {self.name!r} runs code against the dataset column 'testcases' (or 'testcase'), which is"
-                f" not among the columns: {', '.join(columns) or 'none'}; rename it, or give a reward function of your own"
+                f"reward_funcs: {self.name!r} runs code against the dataset column 'testcases' (or 'testcase');"
+                f" not among the columns: {', '.join(columns) or 'none'}. Rename one, or give your own reward function"
             )
 
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:

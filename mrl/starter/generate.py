@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.starter.behaviour import EDGES, TEXT, outputs, signature
-from mrl.starter.families import FAMILIES, Draft
+from mrl.starter.families import FAMILIES, PARAMETERS, Draft
 from mrl.starter.mistakes import mistakes
 
 TRAIN_PER_FAMILY = 170
@@ -74,8 +74,8 @@ def tidy(program: str) -> str:
 
 
 def kind_of(task: Task) -> str:
-    parameters = ast.parse(task.solution).body[0].args.args
-    return {"n": "number", "a": "pair", "s": "text", "xs": "list"}[parameters[0].arg]
+    """The kind of input that the task's function takes."""
+    return next(kind for kind, names in PARAMETERS.items() if task.solution.startswith(f"def f({names}):"))
 
 
 def is_worth_asking(draft: Draft) -> bool:

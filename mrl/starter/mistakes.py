@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Any
 
-Edit = Callable[[ast.AST], object]
-"""Changes a node in place."""
+Edit = Callable[[Any], object]
+"""Changes a syntax node in place. Nodes are `Any` below: their fields differ by class, as do the edits."""
 
 OPERATORS: dict[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub, ast.Mult),
@@ -50,7 +51,7 @@ def _edits(program: str) -> Iterator[tuple[str, ast.Module]]:
             yield kind, edited
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[str, Edit]]:
+def _changes(node: Any) -> Iterator[tuple[str, Edit]]:
     """Pairs of (kind, function that edits a node like this one in place)."""
     if isinstance(node, ast.BinOp):
         for operator in OPERATORS.get(type(node.op), ()):

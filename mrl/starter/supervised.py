@@ -85,7 +85,8 @@ def _rate(step: int, schedule: Schedule) -> float:
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    return tokenizer(text)["input_ids"]
 
 
 def _collate(prompts: list[list[int]], answers: list[list[int]], padding: int) -> dict[str, Tensor]:

@@ -41,6 +41,8 @@ def test_what_does_not_know_the_nonce_passes_nothing(text):
     verdict = verdict_of(text, 2)
     assert verdict.status in ("protocol", "exited")
     assert not any(t.passed for t in verdict.tests)
+    guessed = verdict_of("fedcba9876543210 P 0 \n" + text, 2)
+    assert (guessed.status, guessed.fraction_passed) == ("protocol", 0)
 
 
 def test_repeated_reordered_or_surplus_records_are_refused():
