@@ -20,7 +20,8 @@ def make_batch(groups: list[Group], config: OrchestratorConfig) -> TrainBatch:
     """Advantages for every scored rollout, and their samples for the actor.
 
     Completions longer than `max_completion_length`, and truncated ones under `mask_truncated_completions`, count in their
-    group's mean and among the sequences the loss is averaged over, but are not trained on.
+    group's mean and among the sequences the loss is averaged over, but are not trained on. Samples whose advantage is 0
+    add nothing to the gradient unless there is a KL term: they count in every average and are not computed.
     """
     scored = [(index, rollout) for index, group in enumerate(groups) for rollout in group.rollouts if _scored(rollout)]
     rewards_B = torch.tensor([rollout.reward for _, rollout in scored], dtype=torch.float64)
@@ -28,15 +29,18 @@ def make_batch(groups: list[Group], config: OrchestratorConfig) -> TrainBatch:
     advantages_B = group_advantages(rewards_B, groups_B, config.training.scale_rewards)
     samples: list[Sample] = []
     advantages: list[float] = []
-    sequences = 0
+    sequences = tokens = 0
     for (_, rollout), advantage in zip(scored, advantages_B.tolist(), strict=True):
         rollout.advantage = advantage
         for sample in rollout.samples:
             sequences += 1
-            if _trainable(sample, config):
+            if not _trainable(sample, config):
+                continue
+            tokens += sum(sample.mask)
+            if advantage != 0 or config.training.beta > 0:
                 samples.append(sample)
                 advantages.append(advantage)
-    return TrainBatch(samples, advantages, num_sequences=sequences, temperature=config.generation.temperature)
+    return TrainBatch(samples, advantages, num_sequences=sequences, num_tokens=tokens, temperature=config.generation.temperature)
 
 
 def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str = "reward") -> dict[str, float]:

@@ -147,9 +147,8 @@ class Orchestrator:
 
     async def _train(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
-        if not batch.samples:
-            self._note(f"step {self.step}: no update, every completion was too long or masked")
-            return {"train/updates_skipped": float(self.config.training.num_iterations)}
+        if not batch.num_tokens:
+            self._note(f"step {self.step}: no update, every completion was too long or cut (see max_completion_length)")
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
         if metrics["train/updates_skipped"]:

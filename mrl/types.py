@@ -181,7 +181,10 @@ class TrainBatch:
     advantages: list[float]
     """One per sample."""
     num_sequences: int
-    """Sequences the loss is averaged over: these samples, and those left out for their length."""
+    """Sequences the loss is averaged over: these samples, and those left out because nothing is to be learned from them
+    or for their length."""
+    num_tokens: int
+    """Tokens the loss is averaged over: these samples', and those of samples whose advantage is 0."""
     temperature: float = 1.0
     """The samplers' temperature: the actor's logprobs are taken at the same one."""
 

@@ -62,16 +62,16 @@ class Loss:
 
 
 def token_weights(
-    mask_BT: Tensor, normalization: Normalization, max_completion_length: int, num_sequences: int
+    mask_BT: Tensor, normalization: Normalization, *, max_completion_length: int, num_sequences: int, num_tokens: int
 ) -> Tensor:
     """Weight of each token in a batch's loss; B×T, zero outside the mask.
 
-    mask_BT must be that of the whole batch, before it is split. num_sequences: B, and more where sequences were left out
-    for their length: they count, with a loss of 0, as in TRL.
+    num_sequences, num_tokens: of the whole batch, before it is split, and with what was left out because its loss is 0
+    (no advantage, or too long): that counts in the averages all the same, as in TRL.
     """
     mask_BT = mask_BT.float()
     if normalization == "tokens":
-        return mask_BT / mask_BT.sum().clamp(min=1)
+        return mask_BT / max(num_tokens, 1)
     if normalization == "sequences":
         return mask_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
     return mask_BT / (num_sequences * max_completion_length)

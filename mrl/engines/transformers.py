@@ -70,6 +70,7 @@ class TransformersEngine:
         # torch keeps one set of OpenMP threads instead of one per calling thread.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-engine")
         self._lock = threading.Lock()
+        self._stoppings: set[threading.Event] = set()
 
     @classmethod
     def create(cls, config: ModelConfig, module: nn.Module | None = None) -> Self:
@@ -110,11 +111,14 @@ class TransformersEngine:
                     stopping=stopping,
                 )
 
+        self._stoppings.add(stopping)
         try:
             return await self._call(run)
         except asyncio.CancelledError:
             stopping.set()
             raise
+        finally:
+            self._stoppings.discard(stopping)
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
         """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p).
@@ -159,7 +163,9 @@ class TransformersEngine:
         return {name: tensor.detach() for name, tensor in self._lm.inner.state_dict().items()}
 
     def close(self) -> None:
-        """Wait for a running call, then let go of the model and the thread. Calling it twice is allowed."""
+        """End running calls with EngineError, then let go of model and thread. Calling it twice is allowed."""
+        for stopping in tuple(self._stoppings):
+            stopping.set()
         with self._lock:
             self._lm = None
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -206,6 +212,7 @@ def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None) -> L
     return Limits(
         max_model_len=max_model_len,
         max_batch_tokens=max_batch_tokens or default,
+        max_rows=max(1, (1 << 29 if on_gpu else 1 << 27) // lm.vocab_size),
         prefill_tokens=max(max_model_len, 1 << 15 if on_gpu else 1 << 13),
     )
 

@@ -30,8 +30,8 @@ from mrl.types import Completion, FinishReason, GenerateRequest
 COMPACT_SHARE = 0.25
 """Finished rows are dropped when they are this share of the wave: copying the cache must pay."""
 
-STEPS_PER_CHECK_ON_GPU = 4
-"""How often the host looks which rows ended, which waits for the device. On CPU it costs nothing: every step."""
+STEPS_PER_CHECK = {"cpu": 1, "cuda": 4, "mps": 4}
+"""How often the host looks which rows ended, by device: on an accelerator, looking waits for it."""
 
 FIRST_ROOM = 256
 """Tokens a cache has room for at first beyond the prompt; it grows by half when they are used up."""
@@ -45,6 +45,8 @@ class Limits:
     """Prompt and completion tokens of one request."""
     max_batch_tokens: int
     """Rows x longest possible length of a wave."""
+    max_rows: int
+    """Rows of a wave; each has logits over the whole vocabulary."""
     prefill_tokens: int
     """Prompts x longest prompt of one prefill forward."""
 
@@ -85,15 +87,20 @@ def plan_waves(requests: Sequence[GenerateRequest], limits: Limits, *, one_prefi
     one_prefill: the wave's distinct prompts must also fit one prefill forward (caches that cannot be merged).
     """
     wave: list[_Job] = []
+    size = _Size()
     for jobs in _by_prompt(requests, limits.max_model_len):
-        if wave and not _fits(wave + jobs, limits, one_prefill):
+        grown = size.plus(jobs, new_prompt=True)
+        if wave and not grown.fits(limits, one_prefill):
             yield wave
-            wave = []
-        for job in jobs:  # a group larger than a wave is split, and its prompt computed once in each part
-            if wave and not _fits([*wave, job], limits, one_prefill):
+            wave, size = [], _Size()
+        for number, job in enumerate(jobs):
+            grown = size.plus([job], new_prompt=number == 0 or not wave)
+            if wave and not grown.fits(limits, one_prefill):
+                # The group is larger than a wave: it is split, and its prompt computed once in each part.
                 yield wave
-                wave = []
+                wave, grown = [], _Size().plus([job], new_prompt=True)
             wave.append(job)
+            size = grown
     if wave:
         yield wave
 
@@ -106,11 +113,30 @@ def _by_prompt(requests: Sequence[GenerateRequest], max_model_len: int) -> list[
     return list(groups.values())
 
 
-def _fits(jobs: list[_Job], limits: Limits, one_prefill: bool) -> bool:
-    longest_prompt = max(len(j.request.prompt_ids) for j in jobs)
-    if one_prefill and len({j.request.prompt_ids for j in jobs}) * longest_prompt > limits.prefill_tokens:
-        return False
-    return len(jobs) * (longest_prompt + max(j.max_new for j in jobs)) <= limits.max_batch_tokens
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a wave would take."""
+
+    rows: int = 0
+    prompts: int = 0
+    longest_prompt: int = 0
+    longest_completion: int = 0
+
+    def plus(self, jobs: list[_Job], *, new_prompt: bool) -> _Size:
+        """With jobs of one prompt added."""
+        return _Size(
+            self.rows + len(jobs),
+            self.prompts + new_prompt,
+            max(self.longest_prompt, len(jobs[0].request.prompt_ids)),
+            max(self.longest_completion, *(job.max_new for job in jobs)),
+        )
+
+    def fits(self, limits: Limits, one_prefill: bool) -> bool:
+        return (
+            self.rows <= limits.max_rows
+            and self.rows * (self.longest_prompt + self.longest_completion) <= limits.max_batch_tokens
+            and not (one_prefill and self.prompts * self.longest_prompt > limits.prefill_tokens)
+        )
 
 
 class _Wave:
@@ -141,7 +167,7 @@ class _Wave:
         self.done_B = torch.zeros(rows, dtype=torch.bool, device=device)
         self.bad_B = torch.zeros(rows, dtype=torch.bool, device=device)
         self.stop_strings = StopStrings([s.stop for s in samplings], tokenizer)
-        self.steps_per_check = 1 if device.type == "cpu" or self.stop_strings.any else STEPS_PER_CHECK_ON_GPU
+        self.steps_per_check = 1 if self.stop_strings.any else STEPS_PER_CHECK.get(device.type, 4)
 
     def run(self, stopping: threading.Event) -> None:
         """Sample until every row ended."""
@@ -152,6 +178,7 @@ class _Wave:
                 raise EngineError("generation was abandoned: its caller was cancelled, or the engine closed")
             token_B = self.take_token(logits_BV, step)
             if (step + 1) % self.steps_per_check == 0:
+                self.check_finite()
                 kept_B = self.drop_finished()
                 if kept_B is not None:
                     if not len(kept_B):
@@ -164,7 +191,7 @@ class _Wave:
                 position_B1 = (prompt_len_B + step).clamp(max=self.limits.max_model_len - 1)[:, None]
                 seen_BL = None if mask_BL is None else mask_BL[:, : columns + step + 1]
                 logits_BV = self.lm.forward(token_B[:, None], position_B1, seen_BL, cache, keep=1)[:, 0]
-        self.drop_finished()
+        self.check_finite()
 
     def take_token(self, logits_BV: Tensor, step: int) -> Tensor:
         """Sample token number `step` of every row, store it and note which rows end with it. Returns ids [B]."""
@@ -181,21 +208,19 @@ class _Wave:
         self.done_B |= stop_B | (self.max_new_B == step + 1)
         return token_B
 
-    def drop_finished(self) -> Tensor | None:
-        """Take finished rows out of this wave's tensors if they are many: the places of those kept, [B']; else None.
-
-        Raises EngineError when a row's logits were not finite.
-        """
+    def check_finite(self) -> None:
+        """Raise EngineError when the logits behind a sampled token were not finite."""
         if self.bad_B.any():
             row = int(self.row_B[self.bad_B][0])
             raise EngineError(
                 f"logits for request {self.jobs[row].request.id!r} are not finite: the policy's weights are NaN or "
                 "overflow; look at the last updates (learning rate, gradient norm, dtype) and load a good checkpoint"
             )
-        finished, rows = int(self.done_B.sum()), len(self.done_B)
-        if finished < rows and finished < COMPACT_SHARE * rows:
-            return None
-        if not finished:
+
+    def drop_finished(self) -> Tensor | None:
+        """Take finished rows out of this wave's tensors if they are many: the places of those kept, [B']; else None."""
+        finished = int(self.done_B.sum())
+        if not finished or finished < COMPACT_SHARE * len(self.done_B):
             return None
         kept_B = (~self.done_B).nonzero()[:, 0]
         self.row_B = self.row_B[kept_B]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 Edit = Callable[[Any], object]
 """Changes a syntax node in place. Nodes are `Any` below: their fields differ by class, as do the edits."""
@@ -21,8 +22,15 @@ OPERATORS: dict[type, tuple[type, ...]] = {
     ast.FloorDiv: (ast.Mod,),
     ast.Mod: (ast.FloorDiv,),
 }
-BOUNDARIES = {ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Lt: ast.LtE, ast.LtE: ast.Lt}
-DIRECTIONS = {ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+BOUNDARIES: dict[type, type] = {ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Lt: ast.LtE, ast.LtE: ast.Lt}
+DIRECTIONS: dict[type, type] = {
+    ast.Gt: ast.Lt,
+    ast.GtE: ast.LtE,
+    ast.Lt: ast.Gt,
+    ast.LtE: ast.GtE,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
 NAMES = {"max": "min", "min": "max", "sum": "len", "len": "sum", "all": "any", "any": "all", "upper": "lower"}
 
 
@@ -55,27 +63,25 @@ def _changes(node: Any) -> Iterator[tuple[str, Edit]]:
     """Pairs of (kind, function that edits a node like this one in place)."""
     if isinstance(node, ast.BinOp):
         for operator in OPERATORS.get(type(node.op), ()):
-            yield "operator", lambda n, op=operator: setattr(n, "op", op())
+            yield "operator", partial(_set, "op", operator())
         yield "drop", lambda n: _become(n, n.left)
         if isinstance(node.op, ast.Sub):
             yield "order", _swap_operands
     elif isinstance(node, ast.Compare):
-        for position, operator in enumerate(node.ops):
+        for position, comparison in enumerate(node.ops):
             for kind, table in (("boundary", BOUNDARIES), ("direction", DIRECTIONS)):
-                if type(operator) in table:
-                    swapped = table[type(operator)]
-                    yield kind, lambda n, p=position, op=swapped: n.ops.__setitem__(p, op())
+                if type(comparison) in table:
+                    yield kind, partial(_set_comparison, position, table[type(comparison)]())
     elif isinstance(node, ast.BoolOp):
-        other = ast.And if isinstance(node.op, ast.Or) else ast.Or
-        yield "operator", lambda n: setattr(n, "op", other())
+        yield "operator", partial(_set, "op", ast.And() if isinstance(node.op, ast.Or) else ast.Or())
     elif isinstance(node, ast.Constant) and isinstance(node.value, int):
-        yield "off_by_one", lambda n: setattr(n, "value", n.value + 1)
+        yield "off_by_one", partial(_set, "value", node.value + 1)
         if node.value > 0:
-            yield "off_by_one", lambda n: setattr(n, "value", n.value - 1)
+            yield "off_by_one", partial(_set, "value", node.value - 1)
     elif isinstance(node, ast.Name) and node.id in NAMES:
-        yield "name", lambda n: setattr(n, "id", NAMES[n.id])
+        yield "name", partial(_set, "id", NAMES[node.id])
     elif isinstance(node, ast.Attribute) and node.attr in NAMES:
-        yield "name", lambda n: setattr(n, "attr", NAMES[n.attr])
+        yield "name", partial(_set, "attr", NAMES[node.attr])
     elif isinstance(node, ast.Subscript):
         yield "drop", lambda n: _become(n, n.value)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -91,11 +97,35 @@ def _changes(node: Any) -> Iterator[tuple[str, Edit]]:
 def _changes_of_lines(body: list[ast.stmt]) -> Iterator[tuple[str, Edit]]:
     for position, statement in enumerate(body[:-1]):
         if isinstance(statement, ast.Assign):
-            yield "drop", lambda n, p=position: n.body.pop(p)
-            yield "order", lambda n, p=position: _swap_values(n.body[p], n.body[p + 1])
-        elif isinstance(statement, ast.If):
-            yield "order", lambda n, p=position: _swap_values(n.body[p].body[0], n.body[p + 1])
-    yield "no_return", lambda n: n.body.__setitem__(-1, ast.Expr(n.body[-1].value))
+            yield "drop", partial(_drop_line, position)
+        yield "order", partial(_swap_with_next_line, position)
+    yield "no_return", _forget_return
+
+
+def _set(field: str, value: object, node: ast.AST) -> None:
+    setattr(node, field, value)
+
+
+def _set_comparison(position: int, operator: ast.cmpop, node: ast.Compare) -> None:
+    node.ops[position] = operator
+
+
+def _drop_line(position: int, function: ast.FunctionDef) -> None:
+    del function.body[position]
+
+
+def _swap_with_next_line(position: int, function: ast.FunctionDef) -> None:
+    """Swaps what two steps compute, or what the two branches return."""
+    first, second = cast(list[Any], function.body[position : position + 2])
+    if isinstance(first, ast.If):
+        first = first.body[0]
+    first.value, second.value = second.value, first.value
+
+
+def _forget_return(function: ast.FunctionDef) -> None:
+    last = function.body[-1]
+    if isinstance(last, ast.Return) and last.value is not None:
+        function.body[-1] = ast.Expr(last.value)
 
 
 def _become(node: ast.AST, other: ast.AST) -> None:
@@ -107,7 +137,3 @@ def _become(node: ast.AST, other: ast.AST) -> None:
 
 def _swap_operands(node: ast.BinOp) -> None:
     node.left, node.right = node.right, node.left
-
-
-def _swap_values(first: ast.Assign | ast.Return, second: ast.Assign | ast.Return) -> None:
-    first.value, second.value = second.value, first.value

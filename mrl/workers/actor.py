@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,15 +84,21 @@ class ActorWorker:
         }
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """One step on `batch`: `num_iterations` updates. Returns its metrics.
+        """One step on `batch`: `num_iterations` updates, none when it is empty. Returns its metrics.
 
         Raises TrainingError after three updates in a row whose loss or gradient is not finite.
         """
         self.step += 1
         torch.manual_seed(derive_seed(self.config.seed, "train", self.step))  # dropout
+        if not batch.samples:
+            return self._pass_over()
         rows = _rows(batch, self.device)
         rows.weights_BT = token_weights(
-            rows.mask_BT, self.loss.normalization, self.config.max_completion_length, batch.num_sequences
+            rows.mask_BT,
+            self.loss.normalization,
+            max_completion_length=self.config.max_completion_length,
+            num_sequences=batch.num_sequences,
+            num_tokens=batch.num_tokens,
         )
         if self.config.num_iterations > 1 or self.dropout:
             rows.old_logprobs_BT = self._logprobs(self.model, rows)
@@ -139,6 +146,15 @@ class ActorWorker:
         self.optimizer.zero_grad(set_to_none=True)
         metrics.update(loss, grad_norm, skipped=not finite)
         self._watch_for_divergence(finite, loss, grad_norm)
+
+    def _pass_over(self) -> dict[str, float]:
+        """A step that teaches nothing: no update, but the schedule goes on."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would have the optimizer step first
+            for _ in range(self.config.num_iterations):
+                self.scheduler.step()
+        rate = self.scheduler.get_last_lr()[0]
+        return {"train/tokens": 0.0, "train/updates_skipped": 0.0, "train/learning_rate": rate}
 
     def _part_loss(self, part: _Rows, metrics: _Metrics) -> Tensor:
         """This micro-batch's share of the batch's loss."""

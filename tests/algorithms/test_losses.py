@@ -80,6 +80,13 @@ def pad(rows: list[list[float]], dtype: torch.dtype) -> torch.Tensor:
     return table
 
 
+def weights(normalization: str, mask_BT: torch.Tensor) -> torch.Tensor:
+    tokens = int(mask_BT.sum())
+    return token_weights(
+        mask_BT, normalization, max_completion_length=MAX_LENGTH, num_sequences=len(mask_BT), num_tokens=tokens
+    )
+
+
 def ours(name: str, batch: Batch, logprobs_BT: torch.Tensor) -> torch.Tensor:
     mask_BT = pad(batch.masks, torch.float32)
     loss = LOSSES.get(name)
@@ -90,7 +97,7 @@ def ours(name: str, batch: Batch, logprobs_BT: torch.Tensor) -> torch.Tensor:
         mask_BT,
     )
     per_token = loss.per_token(terms, CISPO_SETTINGS if name == "cispo" else SETTINGS)
-    weights_BT = token_weights(mask_BT, loss.normalization, MAX_LENGTH, len(batch.masks))
+    weights_BT = weights(loss.normalization, mask_BT)
     return (per_token.loss_BT * weights_BT).sum()
 
 
@@ -122,7 +129,7 @@ def test_on_policy_gradient_is_the_advantage_times_the_score() -> None:
         logprobs_BT = pad(batch.logprobs, torch.float32).requires_grad_()
         ours(name, batch, logprobs_BT).backward()
         mask_BT = pad(batch.masks, torch.float32)
-        weights_BT = token_weights(mask_BT, LOSSES.get(name).normalization, MAX_LENGTH, 2)
+        weights_BT = weights(LOSSES.get(name).normalization, mask_BT)
         expected_BT = -torch.tensor([[1.0], [-2.0]]) * weights_BT
         torch.testing.assert_close(logprobs_BT.grad, expected_BT, atol=1e-6, rtol=1e-5)
 
@@ -141,13 +148,14 @@ def test_clipping_is_reported_where_it_takes_the_gradient_away() -> None:
 
 def test_sequences_left_out_for_their_length_count_in_the_mean() -> None:
     mask_BT = torch.ones(2, 3)
-    assert token_weights(mask_BT, "sequences", 5, 4).sum() == pytest.approx(0.5)
-    assert token_weights(mask_BT, "max_length", 5, 4).sum() == pytest.approx(6 / 20)
-    assert token_weights(mask_BT, "tokens", 5, 4).sum() == pytest.approx(1.0)
+    counts = {"max_completion_length": 5, "num_sequences": 4, "num_tokens": 8}
+    assert token_weights(mask_BT, "sequences", **counts).sum() == pytest.approx(0.5)
+    assert token_weights(mask_BT, "max_length", **counts).sum() == pytest.approx(6 / 20)
+    assert token_weights(mask_BT, "tokens", **counts).sum() == pytest.approx(6 / 8)
 
 
 def test_a_batch_without_trainable_tokens_weighs_nothing() -> None:
     for normalization in ("sequences", "tokens", "max_length"):
-        weights_BT = token_weights(torch.zeros(2, 3), normalization, 5, 2)
+        weights_BT = weights(normalization, torch.zeros(2, 3))
         assert math.isfinite(weights_BT.sum())
         assert weights_BT.abs().max() == 0

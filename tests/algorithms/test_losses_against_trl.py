@@ -86,7 +86,14 @@ def our_loss(name: str, beta: float, data: dict[str, torch.Tensor], logprobs: to
     advantages_BT = data["advantages"][:, None].expand(B, T)
     per_token = loss.per_token(LossTerms(logprobs, data["old"], advantages_BT, data["mask"]), settings)
     loss_BT = per_token.loss_BT + beta * kl_k3(logprobs, data["ref"])
-    return (loss_BT * token_weights(data["mask"], loss.normalization, MAX_LENGTH, B)).sum()
+    weights_BT = token_weights(
+        data["mask"],
+        loss.normalization,
+        max_completion_length=MAX_LENGTH,
+        num_sequences=B,
+        num_tokens=int(data["mask"].sum()),
+    )
+    return (loss_BT * weights_BT).sum()
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from mrl.engines import transformers_score
+from mrl.engines import transformers_decode, transformers_score
 from mrl.engines.transformers import TransformersEngine
 from mrl.engines.transformers_decode import Limits, plan_waves
 from mrl.errors import EngineError, SyncError
@@ -274,12 +274,24 @@ def test_finished_rows_leave_the_batch(engine, qwen):
     assert rows == [8, 6, 6, 4, 3, 2, 1]
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "mistral"])
+def test_looking_less_often_for_finished_rows_changes_nothing(architecture, monkeypatch):
+    model = build(architecture)
+    engine = TransformersEngine(model, None, max_model_len=128)
+    sampling = SamplingParams(max_tokens=125, stop_token_ids=(1, 2, 3, 4))
+    requests = requests_for(prompts_of([4, 120]), sampling, copies=6)  # finished long rows run past their last position
+    expected = generate(engine, requests)
+    monkeypatch.setitem(transformers_decode.STEPS_PER_CHECK, "cpu", 7)
+    got = generate(engine, requests)
+    assert [(c.token_ids, c.finish_reason) for c in got] == [(c.token_ids, c.finish_reason) for c in expected]
+
+
 def test_prefill_is_cut_by_tokens_and_merged(qwen):
     prompts = prompts_of([30, 5, 30, 11, 6])
     requests = requests_for(prompts, SamplingParams(max_tokens=6), copies=2)
     engine = TransformersEngine(qwen, None, max_model_len=40)
     expected = generate(engine, requests)
-    engine._limits = Limits(max_model_len=40, max_batch_tokens=10_000, prefill_tokens=40)
+    engine._limits = Limits(max_model_len=40, max_batch_tokens=10_000, max_rows=99, prefill_tokens=40)
     with InputShapes(qwen) as shapes:
         got = generate(engine, requests)
     assert shapes.seen == [(3, 11), (1, 30), (1, 30)] + [(10, 1)] * 5
@@ -296,14 +308,18 @@ def test_the_cache_grows_beyond_its_first_room(monkeypatch, qwen):
 
 def test_waves_keep_groups_together_and_stay_within_their_limits():
     requests = requests_for(prompts_of([10, 20, 10]), SamplingParams(max_tokens=10), copies=6)
-    limits = Limits(max_model_len=100, max_batch_tokens=200, prefill_tokens=20)
-    waves = [[job.index for job in wave] for wave in plan_waves(requests, limits, one_prefill=False)]
-    assert waves == [[*range(6)], [*range(6, 12)], [*range(12, 18)]]
-    wide = Limits(max_model_len=100, max_batch_tokens=540, prefill_tokens=20)
-    assert [len(wave) for wave in plan_waves(requests, wide, one_prefill=False)] == [18]
-    assert [len(wave) for wave in plan_waves(requests, wide, one_prefill=True)] == [6, 6, 6]
-    narrow = Limits(max_model_len=100, max_batch_tokens=100, prefill_tokens=20)
-    assert [len(wave) for wave in plan_waves(requests, narrow, one_prefill=False)] == [5, 1, 3, 3, 5, 1]
+
+    def plan(max_batch_tokens: int, max_rows: int = 99, one_prefill: bool = False) -> list[list[int]]:
+        limits = Limits(100, max_batch_tokens, max_rows, prefill_tokens=20)
+        return [[job.index for job in wave] for wave in plan_waves(requests, limits, one_prefill=one_prefill)]
+
+    # The third prompt differs from the first, though as long.
+    assert plan(200) == [[*range(6)], [*range(6, 12)], [*range(12, 18)]]
+    assert [len(wave) for wave in plan(540)] == [18]
+    assert [len(wave) for wave in plan(540, max_rows=12)] == [12, 6]
+    assert [len(wave) for wave in plan(540, one_prefill=True)] == [6, 6, 6]
+    assert [len(wave) for wave in plan(100)] == [5, 1, 3, 3, 5, 1]
+    assert [len(wave) for wave in plan(1)] == [1] * 18
 
 
 # --- the module it was given ------------------------------------------------------------------------------------------
@@ -467,3 +483,15 @@ async def test_a_closed_engine_says_so(qwen):
         await engine.generate([])
     with pytest.raises(SyncError, match="closed"):
         engine.load_weights(WeightRef(1, module=qwen))
+
+
+async def test_closing_ends_a_running_call(qwen):
+    engine = TransformersEngine(qwen, None, max_model_len=128)
+    started = threading.Event()
+    handle = qwen.register_forward_hook(lambda *_: started.set())
+    task = asyncio.create_task(engine.generate(requests_for(prompts_of([4]), SamplingParams(max_tokens=120), 40)))
+    await asyncio.to_thread(started.wait, 10)
+    handle.remove()
+    await asyncio.to_thread(engine.close)
+    with pytest.raises(EngineError, match="closed"):
+        await task

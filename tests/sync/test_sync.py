@@ -63,7 +63,7 @@ async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
             for r, c in zip(requests(), completions, strict=True)
         ]
         advantages = [1.0 if i % 2 else -1.0 for i in range(len(samples))]
-        metrics = await actor.call("train_step", TrainBatch(samples, advantages, len(samples)))
+        metrics = await actor.call("train_step", TrainBatch(samples, advantages, len(samples), 48))
         assert metrics["train/logprob_gap_max"] < 1e-5, f"before step {version} the worker was not on the actor's weights"
         await sync.sync(actor, workers, version)
     assert seen[0] != seen[2], "training must have changed what is sampled, or the check above shows nothing"

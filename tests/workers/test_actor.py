@@ -51,7 +51,7 @@ def make_batch(model: str, *, rows: int = 7, temperature: float = 0.8, num_seque
             mask[0] = 0
         samples.append(Sample(prompt, completion, logprobs, mask, policy_version=0))
     advantages = torch.randn(rows, generator=rng).tolist()
-    return TrainBatch(samples, advantages, num_sequences or rows, temperature)
+    return TrainBatch(samples, advantages, num_sequences or rows, sum(sum(s.mask) for s in samples), temperature)
 
 
 def parameters(actor: ActorWorker) -> dict[str, torch.Tensor]:
@@ -84,7 +84,9 @@ def test_loss_and_gradient_are_those_of_the_plain_way(fixture: str, request: pyt
         logprobs = logprobs_of(plain, sample.prompt_ids, sample.completion_ids, batch.temperature)[None]
         mask = torch.tensor([sample.mask])
         terms = LossTerms(logprobs, logprobs.detach(), torch.tensor([[advantage]]).expand_as(logprobs), mask)
-        weights = token_weights(mask, "sequences", 1024, len(batch.samples))
+        weights = token_weights(
+            mask, "sequences", max_completion_length=1024, num_sequences=len(batch.samples), num_tokens=0
+        )
         total = total + (GRPO.per_token(terms, LossSettings()).loss_BT * weights).sum()
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
