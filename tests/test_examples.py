@@ -1,0 +1,59 @@
+"""Every example runs as its header says, on few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    return tmp_path
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ.copy(), timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def mrl(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "mrl.cli", *arguments]
+
+
+def test_python_api(folder: Path) -> None:
+    out = run([sys.executable, "examples/python_api.py", "--max-steps", "2"], folder)
+    assert "after 2 steps" in out
+
+
+def test_two_rewards(folder: Path) -> None:
+    out = run(
+        mrl("train", "two_rewards.yaml", "--max-steps", "2", "--eval-samples", "4", "--json"), folder / "examples"
+    )
+    metrics = json.loads(out)["metrics"]
+    expected = 0.9 * metrics["reward/sandbox/mean"] + 0.1 * metrics["reward/short_and_fenced/mean"]
+    assert metrics["reward/mean"] == pytest.approx(expected)
+    assert metrics["fenced_fraction"] > 0.5
+    assert "train/kl" in metrics
+
+
+def test_tasks_with_test_cases(folder: Path) -> None:
+    out = run(mrl("eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json"), folder)
+    report = json.loads(out)
+    assert report["tasks"] == 4
+    assert report["unscored"] == 0
+
+
+def test_every_example_is_run_here() -> None:
+    named = Path(__file__).read_text()
+    for path in EXAMPLES.iterdir():
+        assert path.name in named or path.name == "my_rewards.py", f"{path.name} is run by no test"
