@@ -1,6 +1,6 @@
 """The smallest complete run in Python: a model, tasks, a reward. Takes half a minute on two CPU cores.
 
-    python examples/python_api.py
+python examples/python_api.py
 """
 
 import argparse

@@ -292,7 +292,8 @@ def cache(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(
             "usage: mrl cache list [--json]\n       mrl cache clear [--model NAME] [--dry-run] [--json]\n\n"
-            "`clear` removes mrl's own cache; with --model, that model of the Hub cache\ninstead. Runs are never touched."
+            "`clear` removes mrl's own cache; with --model, that model of the Hub cache\n"
+            "instead. Runs are never touched."
         )
         return 0
     from mrl.flags import argument, parse

@@ -42,8 +42,8 @@ class ModelConfig(_Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose authors you trust."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the forward pass. Master weights are always float32; `auto` = bfloat16 autocast on GPUs that have it,
-    float32 elsewhere."""
+    """Precision of the forward pass. Master weights are always float32; `auto` = bfloat16 autocast on GPUs that have
+    it, float32 elsewhere."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, `mps`; `auto` takes the best there is."""
     max_model_len: int = Field(16384, ge=2)
@@ -135,7 +135,7 @@ class TrainingConfig(_Section):
     num_iterations: int = Field(1, ge=1)
     """Optimizer steps on the same rollouts (μ in GRPO); clipping starts to matter at 2."""
     gradient_accumulation_steps: int = Field(1, ge=1)
-    """Split each step's samples into this many micro-batches to save memory; the update is the same whatever the split."""
+    """Split each step's samples into this many micro-batches, to save memory; the update is the same for any number."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     loss_type: str = "dapo"
@@ -162,7 +162,8 @@ class TrainingConfig(_Section):
     mask_truncated_completions: bool = False
     """Leave completions that hit the token limit out of the loss (they still count in their group's mean)."""
     max_completion_length: int = Field(1024, ge=1)
-    """Longest completion that is trained on, in tokens. Where it is given and `max_tokens` is not, sampling stops there."""
+    """Longest completion that is trained on, in tokens. Where it is given and `max_tokens` is not, sampling stops
+    there."""
     save_steps: int = Field(100, ge=0)
     """Write a checkpoint every so many steps, and always at the end; 0 = only at the end."""
     eval_steps: int = Field(0, ge=0)
@@ -323,8 +324,8 @@ class OrchestratorConfig(_Section):
         limit, sampled = self.training.max_completion_length, self.generation.max_tokens
         if sampled > limit:
             notes.append(
-                f"max_tokens ({sampled}) is above max_completion_length ({limit}): completions longer than {limit} tokens "
-                "are scored and stored whole, and left out of the loss (counted as rollout/overlong). "
+                f"max_tokens ({sampled}) is above max_completion_length ({limit}): completions longer than {limit} "
+                "tokens are scored and stored whole, and left out of the loss (counted as rollout/overlong). "
                 f"Set max_tokens to {limit} to stop sampling there."
             )
         elif sampled < limit and "max_completion_length" in self.training.model_fields_set:
@@ -337,8 +338,8 @@ class OrchestratorConfig(_Section):
             self.generation.top_p < 1 or self.generation.top_k or self.generation.min_p
         ):
             notes.append(
-                "top_p, top_k or min_p cut the sampled distribution and importance_sampling is none: the policy gradient "
-                "is biased. Use importance_sampling: truncated, or sample from everything (top_p: 1)."
+                "top_p, top_k or min_p cut the sampled distribution and importance_sampling is none: the policy "
+                "gradient is biased. Use importance_sampling: truncated, or sample from everything (top_p: 1)."
             )
         return notes
 

@@ -19,9 +19,10 @@ PASS = 1.0
 def make_batch(groups: list[Group], config: OrchestratorConfig) -> TrainBatch:
     """Advantages for every scored rollout, and their samples for the actor.
 
-    Completions longer than `max_completion_length`, and truncated ones under `mask_truncated_completions`, count in their
-    group's mean and among the sequences the loss is averaged over, but are not trained on. Samples whose advantage is 0
-    add nothing to the gradient unless there is a KL term: they count in every average and are not computed.
+    Completions longer than `max_completion_length`, and truncated ones under `mask_truncated_completions`, count in
+    their group's mean and among the sequences the loss is averaged over, but are not trained on. Samples whose
+    advantage is 0 add nothing to the gradient unless there is a KL term: they count in every average and are not
+    computed.
     """
     scored = [(index, rollout) for index, group in enumerate(groups) for rollout in group.rollouts if _scored(rollout)]
     rewards_B = torch.tensor([rollout.reward for _, rollout in scored], dtype=torch.float64)
@@ -40,7 +41,9 @@ def make_batch(groups: list[Group], config: OrchestratorConfig) -> TrainBatch:
             if advantage != 0 or config.training.beta > 0:
                 samples.append(sample)
                 advantages.append(advantage)
-    return TrainBatch(samples, advantages, num_sequences=sequences, num_tokens=tokens, temperature=config.generation.temperature)
+    return TrainBatch(
+        samples, advantages, num_sequences=sequences, num_tokens=tokens, temperature=config.generation.temperature
+    )
 
 
 def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str = "reward") -> dict[str, float]:
@@ -81,8 +84,8 @@ def check_failures(groups: list[Group], config: OrchestratorConfig, step: int) -
         causes = Counter((rollout.error or "unknown") for rollout in failed).most_common(3)
         listed = "\n".join(f"  {count} x {cause}" for cause, count in causes)
         raise TrainingError(
-            f"step {step}: {len(failed)} of {len(rollouts)} rollouts could not be generated or scored (max_failed_fraction "
-            f"is {config.training.max_failed_fraction}). Causes:\n{listed}"
+            f"step {step}: {len(failed)} of {len(rollouts)} rollouts could not be generated or scored "
+            f"(max_failed_fraction is {config.training.max_failed_fraction}). Causes:\n{listed}"
         )
 
 

@@ -43,7 +43,7 @@ def parse(
     fields = flat_fields()
     wanted = [name for name in (fields if options is None else options) if name not in PYTHON_ONLY]
     hints = {**(extra or {}), **{name: _annotation(name, fields[name][1], defaults or {}) for name in wanted}}
-    flags = TypedDict("flags", hints, total=False)  # type: ignore[misc, operator]
+    flags = TypedDict("flags", hints, total=False)  # type: ignore[misc]
     given: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv))
     if "rename" in given:
         given["rename"] = dict(_pair(text) for text in given["rename"])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +91,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
-    return model.to(pick_device(config.device)).eval()
+    model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
+    return model.eval()
 
 
 def pick_device(name: str) -> torch.device:
@@ -123,22 +126,15 @@ def context_length(model_config: Any, wanted: int) -> int:
     return min(wanted, made_for) if made_for else wanted
 
 
-class _explained:
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
     """Turns what loading a model may raise into a ModelError that says what to do."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if error is None or not isinstance(error, (OSError, ValueError, KeyError, ImportError, RuntimeError)):
-            return
-        text = str(error)
-        if "trust_remote_code" in text:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if "trust_remote_code" in str(error):
             advice = "it comes with Python code of its own: set trust_remote_code: true if you trust its authors"
-        elif isinstance(error, OSError) and not Path(self.name).exists():
+        elif isinstance(error, OSError) and not Path(name).exists():
             offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
             advice = (
                 f"it is no local folder, no run, and the Hub did not give it{offline}; check the spelling, your "
@@ -146,7 +142,7 @@ class _explained:
             )
         else:
             advice = "it could not be loaded"
-        raise ModelError(f"model {self.name!r}: {advice} ({type(error).__name__}: {_first_line(error)})") from error
+        raise ModelError(f"model {name!r}: {advice} ({type(error).__name__}: {_first_line(error)})") from error
 
 
 def _base_of_adapter(source: str) -> str | None:

@@ -189,7 +189,9 @@ class Orchestrator:
         from mrl.workers.rollout import RolloutWorker
 
         if config.runtime.weight_sync_method == "direct" and not self.backend.shares_memory:
-            raise ConfigError(f"weight_sync_method: direct does not work with backend {config.runtime.backend}; use reload")
+            raise ConfigError(
+                f"weight_sync_method: direct does not work with backend {config.runtime.backend}; use reload"
+            )
         model = config.model.model_dump() | {"max_model_len": prepared.max_model_len}
         self.actor: WorkerHandle = await self.backend.spawn(
             ActorWorker,
@@ -294,5 +296,3 @@ def sampling_params(config: OrchestratorConfig) -> SamplingParams:
         max_tokens=generation.max_tokens,
         stop=tuple(generation.stop),
     )
-
-

@@ -14,7 +14,18 @@ from mrl.config import flat_fields
 from mrl.flags import PYTHON_ONLY, config_from, parse
 from mrl.store.run import read_rows
 
-FLAGS = ["--device", "cpu", "--max-steps", "2", "--batch-size", "2", "--max-completion-length", "8", "--save-steps", "0"]
+FLAGS = [
+    "--device",
+    "cpu",
+    "--max-steps",
+    "2",
+    "--batch-size",
+    "2",
+    "--max-completion-length",
+    "8",
+    "--save-steps",
+    "0",
+]
 
 
 @pytest.fixture
@@ -114,8 +125,14 @@ def test_every_option_is_a_flag_with_its_documentation(capsys: pytest.CaptureFix
         (["train", "--dataset", "tasks.jsonl"], "testcases"),
         (["train", "--dataset", "tasks.jsonl", "--reward-funcs", "broken.py:f"], "nothing_of_that_name"),
         (["train", "--dataset", "tasks.jsonl", "--reward-funcs", "rewards.py:lenght"], "did you mean 'length'"),
-        (["train", "--dataset", "tasks.jsonl", "--reward-funcs", "rewards.py:length", "--model", "/no/model"], "/no/model"),
-        (["train", "--dataset", "tasks.jsonl", "--reward-funcs", "rewards.py:length", "--model", "no-such-model"], "Hub"),
+        (
+            ["train", "--dataset", "tasks.jsonl", "--reward-funcs", "rewards.py:length", "--model", "/no/model"],
+            "/no/model",
+        ),
+        (
+            ["train", "--dataset", "tasks.jsonl", "--reward-funcs", "rewards.py:length", "--model", "no-such-model"],
+            "Hub",
+        ),
         (["train", "--dataset", "tasks.jsonl", "--rename", "prompt"], "old=new"),
         (["eval", "starter", "--dataset", "tasks.jsonl", "--split", "train", "--num-samples", "0"], "num_samples"),
         (["eval", "starter"], "no dataset"),

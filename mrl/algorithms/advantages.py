@@ -16,15 +16,16 @@ EPSILON = 1e-4
 def group_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> Tensor:
     """Advantage of each rollout relative to its group (GRPO, arXiv 2402.03300, section 4.1.2).
 
-    rewards_B: one scalar per rollout. groups_B: the group each belongs to, integers in [0, number of groups); groups may
-    differ in size (rollouts that could not be scored are left out) and need not be adjacent. Returns B values, with mean
-    zero in each group, divided by
+    rewards_B: one scalar per rollout. groups_B: the group each belongs to, integers in [0, number of groups); groups
+    may differ in size (rollouts that could not be scored are left out) and need not be adjacent. Returns B values, with
+    mean zero in each group, divided by
 
     - `group`: the group's standard deviation (sample, n - 1);
     - `batch`: the standard deviation of the batch's rewards (arXiv 2508.08221);
     - `none`: nothing (Dr. GRPO, arXiv 2503.20783).
 
-    A group of one, or one whose rewards are all equal, has advantage 0. Raises ValueError on rewards that are not finite.
+    A group of one, or one whose rewards are all equal, has advantage 0. Raises ValueError on rewards that are not
+    finite.
     """
     if rewards_B.shape != groups_B.shape or rewards_B.dim() != 1:
         raise ValueError(

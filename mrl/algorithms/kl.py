@@ -1,4 +1,7 @@
-"""KL divergence to the reference model, estimated on the sampled tokens (Schulman, "Approximating KL divergence", 2020)."""
+"""KL divergence to the reference model, estimated on the sampled tokens.
+
+Estimators: Schulman, "Approximating KL divergence" (2020).
+"""
 
 from __future__ import annotations
 

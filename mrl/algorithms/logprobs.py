@@ -43,7 +43,7 @@ def logprobs_from_logits(logits_NV: Tensor, targets_N: Tensor, temperature: floa
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, targets_N, temperature, dtype, chunk):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, hidden_NH, weight_VH, bias_V, targets_N, temperature, dtype, chunk):  # type: ignore[no-untyped-def]
         weight = weight_VH.to(dtype)
         logprobs_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_NH.device)
         entropy_N, log_z_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
@@ -60,7 +60,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx, grad_N, _grad_entropy):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_N, _grad_entropy):  # type: ignore[no-untyped-def]
         hidden_NH, weight_VH, bias_V, targets_N, log_z_N = ctx.saved_tensors
         weight = weight_VH.to(ctx.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -12,7 +12,7 @@ from mrl.errors import WorkerDied
 
 
 class InlineHandle:
-    """A worker object. Its blocking methods run on one thread of its own: one at a time, and the event loop stays free."""
+    """A worker object. Its blocking methods run on a thread of its own, one at a time: the event loop stays free."""
 
     def __init__(self, worker: Any, name: str, timeout: float) -> None:
         self.worker: Any | None = worker

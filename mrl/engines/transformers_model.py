@@ -29,7 +29,7 @@ class CausalLM:
         self.inner = _without_peft(module)
         self.config = self.inner.config
         accepted = inspect.signature(self.inner.forward).parameters
-        text_config = self.config.get_text_config(decoder=True)
+        text_config = self._text_config = self.config.get_text_config(decoder=True)
         self._check(accepted.keys(), text_config, max_model_len)
         self.plain_attention = has_plain_attention(self.config)
         self.embedding = cast(nn.Embedding, self.inner.get_input_embeddings())
@@ -41,7 +41,7 @@ class CausalLM:
         # spares every decode step the making of one, and `grouped_sdpa` the copying of keys and values.
         self._fast_attention = (
             self.plain_attention
-            and self.config._attn_implementation == text_config._attn_implementation == "sdpa"
+            and text_config._attn_implementation == "sdpa"
             and getattr(self.inner, "_supports_attention_backend", False)
         )
 
@@ -60,7 +60,7 @@ class CausalLM:
         """
         training = [m for m in self.module.modules() if m.training]
         autocast = torch.autocast(self.device.type, self._autocast_dtype) if self._autocast_dtype else nullcontext()
-        attention = use_grouped_sdpa(self.config) if self._fast_attention else nullcontext()
+        attention = use_grouped_sdpa(self._text_config) if self._fast_attention else nullcontext()
         for m in training:
             m.training = False
         try:

@@ -29,8 +29,7 @@ async def score_groups(worker: WorkerHandle, groups: list[Group], state: Trainer
     start = perf_counter()
     pending = [(group.task, rollout) for group in groups for rollout in group.rollouts if rollout.status == "ok"]
     requests = [
-        RewardRequest(rollout.id, rollout.prompt, rollout.completion, rollout.completion_ids, task.columns | rollout.extra)
-        for task, rollout in pending
+        RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, task.columns | r.extra) for task, r in pending
     ]
     if not requests:
         return {}

@@ -41,7 +41,7 @@ class SingleTurn:
     def _rollout(
         self, task: Task, prompt_ids: tuple[int, ...], attempt: int, completion: Completion, seconds: float
     ) -> Rollout:
-        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
         answer = {"role": "assistant", "content": text}
         sample = Sample(
             prompt_ids=list(prompt_ids),

@@ -25,6 +25,7 @@ def write_model(path: Path, model: Any, tokenizer: Any, state: dict[str, Any]) -
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {path} could not be written ({error.strerror or error}); free space there, or choose another run_dir"
+            f"checkpoint {path} could not be written ({error.strerror or error}); free space there, or choose another "
+            "run_dir"
         ) from error
     return path

@@ -13,8 +13,8 @@ from torch import Tensor
 def checksum(tensors: Mapping[str, Tensor], names: Iterable[str] | None = None) -> str:
     """Fingerprint of the named tensors (default: all), whatever the device they are on.
 
-    For each tensor, its bytes as integers are summed plainly and weighted by position: a changed, swapped or stale value
-    shows, at the speed of reading the memory once. Made against accidents, not against an adversary.
+    For each tensor, its bytes as integers are summed plainly and weighted by position: a changed, swapped or stale
+    value shows, at the speed of reading the memory once. Made against accidents, not against an adversary.
     """
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(tensors if names is None else names):

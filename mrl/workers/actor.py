@@ -107,7 +107,7 @@ class ActorWorker:
         metrics = _Metrics()
         for _ in range(self.config.num_iterations):
             self._update(rows, metrics)
-        return metrics.summary() | {"train/learning_rate": self.scheduler.get_last_lr()[0]}
+        return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
 
     def get_weights(self) -> dict[str, Tensor]:
         """The policy's tensors under their Hugging Face names, adapters merged; detached, not copied where possible."""
@@ -124,7 +124,7 @@ class ActorWorker:
         return publish(self.get_weights(), Path(folder), version)
 
     def save_checkpoint(self, path: str) -> str:
-        """Write a Hugging Face model folder (LoRA: an adapter folder). Raises CheckpointError; `path` is whole or absent."""
+        """Write a Hugging Face model folder (LoRA: an adapter's), whole or not at all. Raises CheckpointError."""
         return str(write_model(Path(path), self.model, self.tokenizer, {"step": self.step}))
 
     # --- one update -------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class ActorWorker:
             warnings.simplefilter("ignore")  # torch would have the optimizer step first
             for _ in range(self.config.num_iterations):
                 self.scheduler.step()
-        rate = self.scheduler.get_last_lr()[0]
+        rate = float(self.scheduler.get_last_lr()[0])
         return {"train/tokens": 0.0, "train/updates_skipped": 0.0, "train/learning_rate": rate}
 
     def _part_loss(self, part: _Rows, metrics: _Metrics) -> Tensor:
@@ -323,11 +323,13 @@ class _Rows:
         for index_B in order_B.tensor_split(min(parts, len(order_B))):
             longest, completion = int(lengths_B[index_B].max()), int(self.completion_lengths_B[index_B].max())
             cut = {
-                name: value[index_B] if value.dim() == 1 else value[index_B, : longest if name == "ids_BL" else completion]
+                name: value[index_B]
+                if value.dim() == 1
+                else value[index_B, : longest if name == "ids_BL" else completion]
                 for name, value in vars(self).items()
                 if isinstance(value, Tensor)
             }
-            yield replace(self, **cut)
+            yield replace(self, **cut)  # type: ignore[arg-type]
 
 
 def _rows(batch: TrainBatch, device: torch.device) -> _Rows:

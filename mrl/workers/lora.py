@@ -12,7 +12,7 @@ from mrl.errors import ConfigError
 
 
 def add_lora(model: Any, config: ModelConfig) -> Any:
-    """Wrap `model` with a fresh adapter; only the adapter trains. Raises ConfigError for target modules there are not."""
+    """Wrap `model` with a fresh adapter; only that trains. Raises ConfigError for target modules there are not."""
     from peft import LoraConfig, get_peft_model
 
     adapter = LoraConfig(

@@ -29,7 +29,10 @@ async def spawn_all(model: str, workers: int, **lora: object) -> tuple[InlineBac
     )
     handles = [
         await backend.spawn(
-            RolloutWorker, name=f"rollout-{i}", resources=Resources(), args={"engine": "transformers", "model": settings}
+            RolloutWorker,
+            name=f"rollout-{i}",
+            resources=Resources(),
+            args={"engine": "transformers", "model": settings},
         )
         for i in range(workers)
     ]
@@ -64,7 +67,9 @@ async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
         ]
         advantages = [1.0 if i % 2 else -1.0 for i in range(len(samples))]
         metrics = await actor.call("train_step", TrainBatch(samples, advantages, len(samples), 48))
-        assert metrics["train/logprob_gap_max"] < 1e-5, f"before step {version} the worker was not on the actor's weights"
+        assert metrics["train/logprob_gap_max"] < 1e-5, (
+            f"before step {version} the worker was not on the actor's weights"
+        )
         await sync.sync(actor, workers, version)
     assert seen[0] != seen[2], "training must have changed what is sampled, or the check above shows nothing"
     await backend.close()

@@ -165,7 +165,9 @@ def test_reuse_takes_its_ratios_against_the_policy_before_the_first_update(tiny_
     assert metrics["train/logprob_gap_max"] < 1e-5  # sampler against old policy, not against the moved one
     once = make_actor(tiny_model, num_iterations=1, learning_rate=1e-2)
     once.train_step(batch)
-    assert any(not torch.equal(a, b) for a, b in zip(parameters(once).values(), parameters(actor).values(), strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(parameters(once).values(), parameters(actor).values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -183,7 +185,9 @@ def test_lora_trains_only_the_adapter_and_its_merged_weights_say_the_same(tiny_m
     sample = batch.samples[0]
     with torch.no_grad():
         expected = logprobs_of(actor.model, sample.prompt_ids, sample.completion_ids, 1.0)
-        base = logprobs_of(AutoModelForCausalLM.from_pretrained(tiny_model), sample.prompt_ids, sample.completion_ids, 1.0)
+        base = logprobs_of(
+            AutoModelForCausalLM.from_pretrained(tiny_model), sample.prompt_ids, sample.completion_ids, 1.0
+        )
         got = logprobs_of(merged, sample.prompt_ids, sample.completion_ids, 1.0)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert (got - base).abs().max() > 1e-4
@@ -216,7 +220,12 @@ def test_scaled_logits_are_noticed_and_computed_by_the_model(tmp_path: Path) -> 
 
     torch.manual_seed(0)
     config = GraniteConfig(
-        vocab_size=260, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, logits_scaling=4.0
+        vocab_size=260,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        logits_scaling=4.0,
     )
     actor = ActorWorker({"model": "unused", "device": "cpu"}, {}, total_steps=1)
     actor.model = GraniteForCausalLM(config).eval()
@@ -292,8 +301,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(tiny_model: s
 
 
 def test_lora_target_modules_there_are_not(tiny_model: str) -> None:
+    actor = ActorWorker(
+        {"model": tiny_model, "use_lora": True, "lora_target_modules": ["nowhere"], "device": "cpu"}, {}, 1
+    )
     with pytest.raises(ConfigError, match=r"lora_target_modules.*q_proj"):
-        actor = ActorWorker(
-            {"model": tiny_model, "use_lora": True, "lora_target_modules": ["nowhere"], "device": "cpu"}, {}, 1
-        )
         actor.initialize()
