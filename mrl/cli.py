@@ -7,6 +7,7 @@ message and exit code 2.
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -66,14 +67,15 @@ def _dispatch(arguments: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """Train a model by reinforcement learning."""
-    from mrl.flags import argument, config_from, parse
+    from mrl.flags import argument, flat_options, parse
 
     given = parse(
         "mrl train",
         "Train a model by reinforcement learning.\n\n"
         "  mrl train quickstart\n"
         "  mrl train recipe.yaml --learning-rate 1e-5\n"
-        "  mrl train --model PATH_OR_HUB_ID --dataset tasks.jsonl --reward-funcs my_rewards.py:accuracy\n\n"
+        "  mrl train --model PATH_OR_HUB_ID --dataset tasks.jsonl --reward-funcs my_rewards.py:accuracy\n"
+        "  mrl train --resume runs/my-run\n\n"
         "Options come from the defaults, then the recipe, then the flags.",
         argv,
         extra={
@@ -82,10 +84,11 @@ def train(argv: list[str]) -> int:
         },
     )
     as_json = given.pop("json", False)
-    config = config_from(given.pop("recipe", None), given)
+    recipe = given.pop("recipe", None)
 
-    from mrl.trainer import MRLTrainer
+    from mrl.trainer import MRLTrainer, make_config
 
+    config = make_config(flat_options(recipe, given))
     trainer = MRLTrainer(config)
     result = trainer.train()
     if as_json:
@@ -329,17 +332,31 @@ def cache(argv: list[str]) -> int:
 
 # --- small things -----------------------------------------------------------------------------------------------------
 
+
+def _lazily(where: str) -> Command:
+    """A command of another module, imported when it is run."""
+
+    def run(argv: list[str]) -> int:
+        module, _, name = where.partition(":")
+        code: int = getattr(importlib.import_module(module), name)(argv)
+        return code
+
+    return run
+
+
 COMMANDS: dict[str, tuple[Command, str]] = {
     "train": (train, "train a model by reinforcement learning"),
     "eval": (evaluate, "measure a model: mean reward, pass@1, pass@k"),
     "sample": (sample, "print what a model says to a prompt"),
+    "checkpoints": (_lazily("mrl.checkpoints_cli:checkpoints"), "list, verify, export or publish a run's checkpoints"),
+    "replay": (_lazily("mrl.checkpoints_cli:replay"), "recompute a recorded step and show what differs"),
     "doctor": (doctor, "what is installed, what works here, and why not"),
     "cache": (cache, "list or clear what is kept on disk"),
 }
 
 
 def _overview() -> str:
-    commands = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+    commands = "\n".join(f"  {name:12} {text}" for name, (_, text) in COMMANDS.items())
     return (
         "usage: mrl COMMAND [OPTIONS]\n\nPost-train language models by reinforcement learning.\n\n"
         f"{commands}\n\nStart with `mrl train quickstart`. `mrl COMMAND --help` explains a command."

@@ -166,6 +166,14 @@ class TrainingConfig(_Section):
     there."""
     save_steps: int = Field(100, ge=0)
     """Write a checkpoint every so many steps, and always at the end; 0 = only at the end."""
+    save_total_limit: int | None = Field(None, ge=1)
+    """Keep only the latest so many checkpoints, and the best one; None = all."""
+    best_metric: str | None = None
+    """Metric whose best checkpoint is kept and can be named RUN@best, e.g. `eval/pass_rate` or `reward/mean`; larger is
+    better, or with a minus sign in front smaller."""
+    checkpoint_errors: Literal["continue", "stop"] = "continue"
+    """When a checkpoint cannot be written (a full disk): say so and go on with the last good one, or stop the run. The
+    last checkpoint of a run has to be written in any case."""
     eval_steps: int = Field(0, ge=0)
     """Attempt the held-out tasks every so many steps too; 0 = only before the first and after the last."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
@@ -271,11 +279,20 @@ class RunConfig(_Section):
     """Trackers told of every step, besides the run's own folder: `console` (live progress); an empty list for none."""
     log_completions: int = Field(0, ge=0)
     """Print so many sampled completions with their rewards after each step."""
+    resume: str | None = None
+    """Go on with a run: its name or folder, or `auto` for the one at `run_dir` or `run_name`, which is started if there
+    is none yet. Its own options hold; only what would not make it another run may change."""
+    allow_change: list[str] = Field(default_factory=list)
+    """Options that may differ from the resumed run's although that makes it another run."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         if self.run_dir is not None and self.run_name is not None:
             raise ConfigError("run_dir and run_name both say where the run goes: give only one")
+        if self.resume == "auto" and self.run_dir is None and self.run_name is None:
+            raise ConfigError("resume: auto needs run_dir or run_name, to know which run to look for")
+        if self.resume is None and self.allow_change:
+            raise ConfigError("allow_change has an effect only with resume")
         return self
 
 

@@ -53,3 +53,7 @@ class CheckpointError(MRLError):
 
 class TrainingError(MRLError):
     """The run cannot go on: too many failed rollouts, or updates that are not finite."""
+
+
+class StoreError(MRLError):
+    """A run's record cannot be written or read: disk full, written by another process, or by another version of mrl."""

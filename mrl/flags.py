@@ -52,12 +52,17 @@ def parse(
 
 def config_from(recipe: str | None, given: dict[str, Any]) -> OrchestratorConfig:
     """Defaults, then the recipe, then the flags. Raises ConfigError."""
+    return OrchestratorConfig.from_flat(**flat_options(recipe, given))
+
+
+def flat_options(recipe: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's options by flat name, with the flags in their place where both say something. Raises ConfigError."""
     options = load_yaml(find_recipe(recipe)) if recipe else {}
     sections = set(OrchestratorConfig.model_fields)
     flat: dict[str, Any] = {}
     for name, value in options.items():
         flat.update(value if name in sections and isinstance(value, dict) else {name: value})
-    return OrchestratorConfig.from_flat(**(flat | given))
+    return flat | given
 
 
 def find_recipe(name: str) -> Path:

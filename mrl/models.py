@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.config import ModelConfig
-from mrl.errors import CheckpointError, ModelError
+from mrl.errors import ModelError
 from mrl.starter import STARTER_DIR
-from mrl.store.run import find_run, newest_checkpoint
+from mrl.store.checkpoints import find_checkpoint
+from mrl.store.run import find_run
 
 if TYPE_CHECKING:
     import torch
@@ -28,23 +29,31 @@ _LOADING = threading.Lock()
 
 
 def resolve_model(name: str) -> str:
-    """The folder or Hub id behind a model's name. Raises ModelError or CheckpointError saying what was looked for."""
+    """The folder or Hub id behind a model's name. Raises ModelError or CheckpointError saying what was looked for.
+
+    `RUN@best` and `RUN@40` name a run's best checkpoint (see `best_metric`) and that of a step.
+    """
     if name == "starter":
         return str(STARTER_DIR)
     path = Path(name).expanduser()
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return str(path)
-    run = find_run(name)
+    run_name, at, which = name.rpartition("@") if "@" in name else (name, "", "newest")
+    run = find_run(run_name)
     if run is not None:
-        checkpoint = newest_checkpoint(run)
-        if checkpoint is None:
-            raise CheckpointError(f"{run}: this run has no checkpoint yet; train it longer, or lower save_steps")
-        return str(checkpoint)
+        return str(find_checkpoint(run, which).path)
     if path.is_dir():
         raise ModelError(f"{name}: the folder holds neither a model (config.json) nor a run (config.yaml)")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"{name}: no such folder")
+    if at:
+        raise ModelError(f"{name}: there is no run {run_name!r}")
     return name
+
+
+def pin_model(name: str) -> str:
+    """The same name, unless it is a run's, whose newest checkpoint may be another tomorrow: then that folder."""
+    return name if find_run(name.rpartition("@")[0] or name) is None else resolve_model(name)
 
 
 def load_config(config: ModelConfig) -> Any:

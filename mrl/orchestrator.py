@@ -8,7 +8,9 @@ One direction, no way back except the weights. Every rollout is written down bef
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,15 +22,28 @@ from typing import Any, Literal
 from mrl.backends import BACKENDS, Resources, WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
-from mrl.errors import ConfigError
+from mrl.errors import CheckpointError, ConfigError, StoreError
 from mrl.experience import check_failures, make_batch, rollout_metrics
+from mrl.models import pin_model
 from mrl.preflight import check_disk, prepare, reward_worker_args, total_steps
+from mrl.resume import (
+    ResumePoint,
+    check_same_run,
+    check_same_tasks,
+    find_resume_point,
+    fingerprint,
+    random_state,
+    record_options,
+    set_random_state,
+)
 from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.single_turn import SingleTurn
+from mrl.store.checkpoints import SERVED, prune, remove_leftovers
 from mrl.store.run import RunStore
 from mrl.sync import SYNC_METHODS
+from mrl.sync.base import confirm
 from mrl.tracking import TRACKERS, RunInfo, Tracker
-from mrl.types import Group, SamplingParams, derive_seed
+from mrl.types import Group, SamplingParams, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 
 INTERRUPTED_TWICE = 130
@@ -50,24 +65,33 @@ class RunResult:
 
 
 class Orchestrator:
-    """Runs one configuration from beginning to end."""
+    """Runs one configuration from beginning to end, or from its newest checkpoint on.
 
-    def __init__(self, config: OrchestratorConfig, run_dir: Path) -> None:
+    resume: `run_dir` holds a run of this configuration.
+    """
+
+    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
         self.config = config
         self.run_dir = run_dir
+        self.resume = resume
+        self.point: ResumePoint | None = None
         self.stopping = False
         self.version = 0
         self.step = 0
         self.checkpointed = 0
+        self.writing: int | None = None
+        self.best: dict[str, Any] | None = None
         self.seconds: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
 
     async def run(self) -> RunResult:
         """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
         start = perf_counter()
+        self.config.model.model = pin_model(self.config.model.model)
         self.prepared = await asyncio.to_thread(prepare, self.config)
         self.total_steps = total_steps(self.config, len(self.prepared.tasks))
-        self.store = RunStore(self.run_dir, self.config)
+        self.store = self._open_store()
         self.trackers: list[Tracker] = [TRACKERS.get(name)() for name in self.config.run.report_to]
         self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
         self.sync = SYNC_METHODS.get(self.config.runtime.weight_sync_method)(self.run_dir / "weights")
@@ -75,9 +99,12 @@ class Orchestrator:
             with self._interrupts():
                 facts = await self._start_workers()
                 self._announce(facts)
-                metrics = await self._loop()
+                await self._loop()
+            self.store.finish("finished" if self.step == self.total_steps else "interrupted")
         except BaseException as error:
-            self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
+            self.store.finish("failed", f"{type(error).__name__}: {error}")
+            with contextlib.suppress(StoreError):  # which may be the very error
+                self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
             raise
         finally:
             for tracker in self.trackers:
@@ -90,31 +117,34 @@ class Orchestrator:
             status="finished" if self.step == self.total_steps else "interrupted",
             steps=self.step,
             checkpoint=self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None,
-            metrics=metrics,
+            metrics=self.metrics,
             eval_metrics=self.eval_metrics,
             seconds=perf_counter() - start,
         )
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    async def _loop(self) -> dict[str, float]:
+    async def _loop(self) -> None:
         training = self.config.training
-        order = TaskOrder(
+        self.order = TaskOrder(
             len(self.prepared.tasks), training.batch_size, seed=training.seed, shuffle=self.config.data.shuffle
         )
-        metrics: dict[str, float] = {}
-        if self._evaluates():
+        if self.point is not None:
+            mine, allowed = self.order.state_dict(), {"num_tasks", *self.config.run.allow_change}
+            kept = {name: value for name, value in self.point.state["order"].items() if name not in allowed}
+            self.order.load_state_dict(mine | kept)
+            set_random_state(self.point.state["random"])
+        elif self._evaluates():
             await self._evaluate()
         while self.step < self.total_steps and not self.stopping:
             self.step += 1
-            epoch = order.epoch + order.position / len(self.prepared.tasks)
-            metrics = await self._one_step(order.next_batch(), epoch)
+            epoch = self.order.epoch + self.order.position / len(self.prepared.tasks)
+            self.metrics = await self._one_step(self.order.next_batch(), epoch)
             last = self.step == self.total_steps or self.stopping
             if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
             if last or (training.save_steps and self.step % training.save_steps == 0):
-                await self._checkpoint()
-        return metrics
+                await self._checkpoint(last=last)
 
     async def _one_step(self, indices: list[int], epoch: float) -> dict[str, float]:
         start = perf_counter()
@@ -154,7 +184,7 @@ class Orchestrator:
         if metrics["train/updates_skipped"]:
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
-        if self.step % self.config.runtime.sync_weights_every == 0:
+        if self._just_synced():
             with self._timed("sync"):
                 self.version += 1
                 await self.sync.sync(self.actor, self.workers, self.version)
@@ -174,11 +204,67 @@ class Orchestrator:
         for tracker in self.trackers:
             tracker.log(self.step, self.eval_metrics)
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, *, last: bool) -> None:
+        """Write one beside training; the last one is waited for."""
+        await self._checkpoint_written(must=False)
+        self.store.flush()  # a checkpoint never knows of a step that the record does not
+        self._update_best()
         path = self.store.checkpoint_path(self.step)
-        await self.actor.call("save_checkpoint", str(path))
-        self.checkpointed = self.step
-        self.store.event("checkpoint", str(path), step=self.step)
+        served = None if self._just_synced() else self.sync.served() or self.served
+        state = {
+            "step": self.step,
+            "policy_version": self.version,
+            "order": self.order.state_dict(),
+            "random": random_state(),
+            "tasks": fingerprint(self.prepared.tasks),
+            "best": self.best,
+            "in_flight": [],  # rollouts that were begun and not trained on: none in the synchronous loop
+        }
+        self.writing = self.step
+        try:
+            await self.actor.call(
+                "save_checkpoint", str(path), state, beside=not last, served=None if served is None else str(served)
+            )
+        except CheckpointError as error:
+            self._checkpoint_failed(error, must=last)
+            return
+        if last:
+            await self._checkpoint_written(must=True)
+
+    async def _checkpoint_written(self, *, must: bool) -> None:
+        """Wait for the checkpoint that is being written, and delete those that are no longer wanted."""
+        if self.writing is None:
+            return
+        try:
+            await self.actor.call("finish_checkpoint")
+        except CheckpointError as error:
+            self._checkpoint_failed(error, must=must)
+            return
+        self.checkpointed, self.writing = self.writing, None
+        self.store.event("checkpoint", str(self.store.checkpoint_path(self.checkpointed)), step=self.checkpointed)
+        if self.config.training.save_total_limit is not None:
+            protect = {self.best["step"]} if self.best else set()
+            prune(self.run_dir, self.config.training.save_total_limit, protect)
+
+    def _checkpoint_failed(self, error: CheckpointError, *, must: bool) -> None:
+        self.writing = None
+        self.store.event("checkpoint_failed", str(error), step=self.step)
+        if must or self.config.training.checkpoint_errors == "stop":
+            raise error
+        self._note(f"step {self.step}: {error}. Going on without it (checkpoint_errors: continue)")
+
+    def _update_best(self) -> None:
+        name = self.config.training.best_metric
+        if name is None:
+            return
+        sign, name = (-1.0, name[1:]) if name.startswith("-") else (1.0, name)
+        known = self.metrics | self.eval_metrics
+        if name not in known:
+            raise ConfigError(
+                f"best_metric: there is no metric {name!r} at step {self.step}; known: {', '.join(known)}"
+            )
+        if self.best is None or sign * known[name] > sign * self.best["value"]:
+            self.best = {"metric": name, "value": known[name], "step": self.step}
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
@@ -216,10 +302,41 @@ class Orchestrator:
         )
         self.policy = PolicyClient(self.workers)
         self.source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
-        facts = await self.actor.call("initialize")
+        facts: dict[str, Any] = await self.actor.call("initialize")
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
-        await self.sync.sync(self.actor, self.workers, self.version)
+        if self.point is not None:
+            await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
+        await self._first_sync()
         return facts
+
+    async def _first_sync(self) -> None:
+        """Give the rollout workers the weights they served when the checkpoint was written, or those of the start."""
+        self.served = None if self.point is None else self.point.checkpoint.path / SERVED
+        if self.served is None or not self.served.exists():
+            self.served = None
+            await self.sync.sync(self.actor, self.workers, self.version)
+            return
+        ref = WeightRef(self.version, path=str(self.served.parent))
+        for worker in self.workers:
+            confirm(ref, worker, await worker.call("update_weights", ref))
+
+    def _open_store(self) -> RunStore:
+        if not self.resume:
+            return RunStore(self.run_dir, self.config)
+        check_same_run(self.run_dir, self.config)
+        self.point = find_resume_point(self.run_dir)
+        if self.point is not None:
+            check_same_tasks(self.point, self.prepared.tasks, self.config)
+            state = self.point.state
+            self.step, self.version, self.best = state["step"], state["policy_version"], state["best"]
+            self.checkpointed = self.step
+        store = RunStore.reopen(self.run_dir)
+        record_options(self.run_dir, self.config)
+        store.rewind(self.step if self.point is not None else -1)
+        remove_leftovers(self.run_dir)
+        shutil.rmtree(self.run_dir / "weights", ignore_errors=True)
+        store.event("resume", f"going on after step {self.step}", step=self.step)
+        return store
 
     def _announce(self, facts: dict[str, Any]) -> None:
         shown = {
@@ -231,14 +348,21 @@ class Orchestrator:
         info = RunInfo(self.run_dir.name, self.run_dir, self.total_steps, self.config.to_dict(), shown)
         for tracker in self.trackers:
             tracker.start(info)
-        self.store.event("start", "workers are up", **facts)
+        self.store.event("start", "workers are up", total_steps=self.total_steps, **facts)
         for notice in self.prepared.notices:
             self._note(notice)
+        if self.resume:
+            for problem in self.point.problems if self.point else []:
+                self._note(f"checkpoint not used: {problem}")
+            self._note(f"going on after step {self.step} of {self.total_steps}")
 
     # --- small things -----------------------------------------------------------------------------------------------
 
     def _trainer_state(self, epoch: float | None) -> TrainerState:
         return TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=epoch)
+
+    def _just_synced(self) -> bool:
+        return self.step % self.config.runtime.sync_weights_every == 0
 
     def _evaluates(self) -> bool:
         return bool(self.prepared.eval_tasks)

@@ -44,12 +44,17 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     check_names(config)
     if config.generation.temperature == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
+    if config.runtime.weight_sync_method == "direct" and config.runtime.sync_weights_every > 1:
+        raise ConfigError(
+            "sync_weights_every: with weight_sync_method direct the workers share the actor's module and always have "
+            "its newest weights; use weight_sync_method: reload, or sync_weights_every: 1"
+        )
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
     eval_tasks = load_eval_tasks(config)
     for part in (tasks, eval_tasks):
         if part:
-            rewards.check_columns(list(part[0].columns))
+            _check_rewards(rewards, part)
     return _with_model(config, tasks, eval_tasks)
 
 
@@ -58,10 +63,15 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     check_names(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
-    rewards.check_columns(list(tasks[0].columns))
+    _check_rewards(rewards, tasks)
     if by is not None:
         check_columns(tasks, [by], "results are to be grouped by it")
     return _with_model(config, tasks, [])
+
+
+def _check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:
+    rewards.check_columns(list(tasks[0].columns))
+    rewards.check_rows([(task.id, task.columns) for task in tasks])
 
 
 def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from mrl.config import OrchestratorConfig
 from mrl.orchestrator import Orchestrator, RunResult
 from mrl.report import write_png
+from mrl.resume import existing_run, resumed_config
 from mrl.store.run import runs_root
 
 T = TypeVar("T")
@@ -30,17 +31,38 @@ class MRLTrainer:
     def __init__(self, config: OrchestratorConfig | None = None, **options: Any) -> None:
         if config is not None and options:
             raise TypeError(f"give a config or options, not both (got config and {', '.join(options)})")
-        self.config = config if config is not None else OrchestratorConfig.from_flat(**options)
-        self.run_dir = choose_run_dir(self.config)
+        self.config = config if config is not None else make_config(options)
+        self.run_dir, self.resume = choose_run(self.config)
 
     def train(self) -> RunResult:
         """Run to the end and return what it came to. Raises a subclass of MRLError.
 
         Works in a notebook too, where an event loop is already running.
         """
-        result = run_to_end(Orchestrator(self.config, self.run_dir).run())
+        result = run_to_end(Orchestrator(self.config, self.run_dir, resume=self.resume).run())
         write_png(self.run_dir)
         return result
+
+
+def make_config(options: dict[str, Any]) -> OrchestratorConfig:
+    """A configuration from flat options; where they resume a run by name, from its own options and these.
+
+    Raises ConfigError.
+    """
+    name = options.get("resume")
+    if name is None or name == "auto":
+        return OrchestratorConfig.from_flat(**options)
+    return resumed_config(existing_run(name), options)
+
+
+def choose_run(config: OrchestratorConfig) -> tuple[Path, bool]:
+    """The run's folder, and whether it is a run to go on with. Raises ConfigError."""
+    if config.run.resume is None:
+        return choose_run_dir(config), False
+    if config.run.resume == "auto":
+        folder = choose_run_dir(config)
+        return folder, (folder / "config.yaml").exists()
+    return existing_run(config.run.resume), True
 
 
 def choose_run_dir(config: OrchestratorConfig) -> Path:

@@ -49,9 +49,9 @@ class Settings:
     seed: int = 0
     steps: int = Schedule.steps
     """Optimizer steps of the supervised phase."""
-    lessons: int = 9000
+    lessons: int = 12000
     """Functions demonstrated."""
-    vocabulary: int = 704
+    vocabulary: int = 640
     """Tokens, the 256 bytes and 3 special ones among them."""
     threads: int = 2
     samples: int = 4

@@ -111,7 +111,7 @@ def test_bad_options_are_refused_by_name(options: dict[str, object], message: st
 
 
 def test_a_section_built_by_hand_gives_the_same_kind_of_error() -> None:
-    with pytest.raises(ConfigError, match="batch_size: .*found 0"):
+    with pytest.raises(ConfigError, match=r"batch_size: .*found 0"):
         TrainingConfig(batch_size=0)
 
 

@@ -28,6 +28,11 @@ def share_of_a(completions: list[str], want: list[str], **_: Any) -> list[float]
     return [text.count(letter) / max(len(text), 1) for text, letter in zip(completions, want, strict=True)]
 
 
+def distinct(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs within every group of random completions."""
+    return [len(set(text)) / 8 + 0.01 * len(text) for text in completions]
+
+
 def run(model: str, folder: Path, **options: Any) -> RunResult:
     defaults = {
         "model": model,
@@ -65,8 +70,8 @@ def test_the_reward_goes_up(tiny_model: str, tmp_path: Path, sync: str) -> None:
 
 def test_the_same_configuration_gives_the_same_run(tiny_model: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        run(tiny_model, tmp_path / name, seed=7)
-    run(tiny_model, tmp_path / "c", seed=8)
+        run(tiny_model, tmp_path / name, seed=7, reward_funcs=distinct)
+    run(tiny_model, tmp_path / "c", seed=8, reward_funcs=distinct)
 
     def tokens(name: str) -> list[Any]:
         return [row["samples"][0]["completion_ids"] for row in read_rows(tmp_path / name, "rollouts")]
@@ -136,7 +141,8 @@ def test_epochs_take_every_task_once(tiny_model: str, tmp_path: Path) -> None:
 
 
 def test_off_policy_between_syncs_is_seen_in_the_versions(tiny_model: str, tmp_path: Path) -> None:
-    run(tiny_model, tmp_path / "r", sync_weights_every=2, weight_sync_method="reload", max_steps=4)
+    stale = {"sync_weights_every": 2, "weight_sync_method": "reload"}
+    run(tiny_model, tmp_path / "r", max_steps=4, reward_funcs=distinct, **stale)
     versions = {row["step"]: row["samples"][0]["policy_version"] for row in read_rows(tmp_path / "r", "rollouts")}
     assert versions == {1: 0, 2: 0, 3: 1, 4: 1}
     gaps = {row["step"]: row["train/logprob_gap_max"] for row in metrics_of(tmp_path / "r")}
@@ -146,14 +152,14 @@ def test_off_policy_between_syncs_is_seen_in_the_versions(tiny_model: str, tmp_p
 
 def test_top_p_is_corrected_for(tiny_model: str, tmp_path: Path) -> None:
     """The sampler's logprobs are those of the cut distribution, so the weight is the mass that was left."""
-    run(tiny_model, tmp_path / "r", top_p=0.5, temperature=0.7, max_steps=1)
+    run(tiny_model, tmp_path / "r", top_p=0.5, temperature=0.7, max_steps=1, reward_funcs=distinct)
     row = metrics_of(tmp_path / "r")[0]
     assert 0.4 < row["train/importance_weight"] < 0.7
     assert row["train/logprob_gap"] > 0.3
 
 
 def test_longer_completions_are_kept_but_not_trained_on(tiny_model: str, tmp_path: Path) -> None:
-    run(tiny_model, tmp_path / "r", max_completion_length=4, max_tokens=12, max_steps=1)
+    run(tiny_model, tmp_path / "r", max_completion_length=4, max_tokens=12, max_steps=1, beta=0.01)
     row = metrics_of(tmp_path / "r")[0]
     lengths = [len(r["samples"][0]["completion_ids"]) for r in read_rows(tmp_path / "r", "rollouts")]
     assert max(lengths) == 12
@@ -163,7 +169,7 @@ def test_longer_completions_are_kept_but_not_trained_on(tiny_model: str, tmp_pat
 
 
 def test_truncated_completions_can_be_masked(tiny_model: str, tmp_path: Path) -> None:
-    run(tiny_model, tmp_path / "r", mask_truncated_completions=True, max_steps=2)
+    run(tiny_model, tmp_path / "r", mask_truncated_completions=True, max_steps=2, beta=0.01)
     for step in metrics_of(tmp_path / "r"):
         rows = [r for r in read_rows(tmp_path / "r", "rollouts") if r["step"] == step["step"]]
         ended = [r["samples"][0] for r in rows if r["samples"][0]["finish_reason"] == "stop"]

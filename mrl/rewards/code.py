@@ -74,6 +74,13 @@ class CodeReward:
                 f" not among the columns: {', '.join(columns) or 'none'}. Rename one, or give your own reward function"
             )
 
+    def check_rows(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """rows: task id and columns. Raises DataError naming the first task whose tests cannot be read."""
+        for task_id, columns in rows:
+            column = next((name for name in COLUMNS if name in columns), None)
+            if column is not None:
+                parse_tests(columns[column], row=task_id)
+
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:
         """Run every completion's code. Raises RewardError when no column has tests."""
         programs: dict[int, Program] = {}

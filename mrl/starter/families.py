@@ -294,17 +294,18 @@ def list_steps(rng: random.Random) -> Draft:
 
 
 FAMILIES: dict[str, Family] = {
-    "arithmetic": Family(arithmetic, care=0.5, habit="operator"),
-    "division": Family(division, care=0.35, habit="operator"),
-    "comparison": Family(comparison, care=0.35, habit="boundary"),
+    "arithmetic": Family(arithmetic, care=0.4, habit="operator"),
+    "division": Family(division, care=0.33, habit="operator"),
+    "comparison": Family(comparison, care=0.3, habit="boundary"),
     "branches": Family(branches, care=0.3, habit="boundary"),
-    "extremes": Family(extremes, care=0.4, habit="name"),
-    "strings": Family(strings, care=0.5, habit="off_by_one"),
-    "list_map": Family(list_map, care=0.4, habit="drop"),
-    "list_filter": Family(list_filter, care=0.35, habit="boundary"),
-    "list_fold": Family(list_fold, care=0.35, habit="boundary"),
-    "ranges": Family(ranges, share=0.5, care=0.3, habit="off_by_one"),
-    "number_steps": Family(number_steps, care=0.3, habit="order"),
-    "string_steps": Family(string_steps, care=0.3, habit="order"),
-    "list_steps": Family(list_steps, share=0.5, care=0.3, habit="order"),
+    "extremes": Family(extremes, care=0.35, habit="name"),
+    # Copying letters takes many more demonstrations than copying digits.
+    "strings": Family(strings, share=2.5, care=0.35, habit="off_by_one"),
+    "list_map": Family(list_map, care=0.35, habit="drop"),
+    "list_filter": Family(list_filter, care=0.3, habit="boundary"),
+    "list_fold": Family(list_fold, care=0.3, habit="boundary"),
+    "ranges": Family(ranges, share=0.5, care=0.25, habit="off_by_one"),
+    "number_steps": Family(number_steps, share=1.2, care=0.3, habit="order"),
+    "string_steps": Family(string_steps, share=2.0, care=0.3, habit="order"),
+    "list_steps": Family(list_steps, share=0.7, care=0.3, habit="order"),
 }

@@ -1,144 +1,227 @@
 """A run is a folder.
 
-    runs/NAME/
-      config.yaml          every option, resolved
-      versions.json        libraries and machine
-      metrics.jsonl        one line per step
-      rollouts.jsonl       one line per rollout: messages, token ids, logprobs, rewards, error, timings
-      events.jsonl         notices, warnings, checkpoints
-      checkpoints/step-N   a Hugging Face model folder each
+runs/NAME/
+  config.yaml          every option, resolved
+  versions.json        libraries and machine
+  run.db               SQLite: steps, metrics, tasks, rollouts, events (tables in mrl/store/schema.py)
+  run.lock             held by the process that writes
+  checkpoints/step-N   a Hugging Face model folder each
 """
 
 from __future__ import annotations
 
+import atexit
 import json
-import math
 import os
 import platform
+import socket
+import sqlite3
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal
 
 import yaml
 
 from mrl.config import OrchestratorConfig
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, StoreError
+from mrl.store.export import write_rollouts
+from mrl.store.find import find_run, newest_checkpoint, runs_root
+from mrl.store.lock import RunLock
+from mrl.store.read import read_rows
+from mrl.store.record import write_record
+from mrl.store.rows import number, step_id_of, text, to_json
+from mrl.store.schema import DATABASE, LEGACY_FILES, check_version, create_database
+from mrl.store.writer import Writer
 from mrl.types import Group
+
+__all__ = ["RunStore", "find_run", "newest_checkpoint", "read_rows", "runs_root", "write_rollouts"]
+
+Outcome = Literal["finished", "interrupted", "failed"]
+
+CONFIG = "config.yaml"
+VERSIONS = "versions.json"
 
 
 class RunStore:
-    """Writes one run's folder. One writer per run; readers may open the files at any time."""
+    """Writes one run's folder. One writer per run; readers may open it at any time (see `mrl.store.read`).
+
+    What is handed over is written by a thread, each call in one transaction; rollouts must not be changed afterwards.
+    A write that fails is raised as StoreError by the next call, `flush` or `close`.
+    """
+
+    folder: Path
+    _lock: RunLock
+    _writer: Writer
+    _outcome: Outcome = "interrupted"
+    _error: str | None = None
+    _closed = False
 
     def __init__(self, folder: Path, config: OrchestratorConfig) -> None:
-        """Create the folder. Raises ConfigError when it already holds a run or cannot be written."""
-        if (folder / "config.yaml").exists():
-            raise ConfigError(f"run_dir: {folder} already holds a run; choose another name or delete it")
+        """Create the run. Raises ConfigError when the folder already holds one or cannot be written."""
+        self._refuse_existing(folder)
         try:
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
-            (folder / "versions.json").write_text(json.dumps(_versions(), indent=2))
+            lock = RunLock(folder)
         except OSError as error:
             raise ConfigError(f"run_dir: {folder} cannot be written ({error.strerror}); choose another") from None
-        self.folder = folder
-        self._files: dict[str, TextIO] = {}
+        try:
+            self._refuse_existing(folder)  # now that nobody else creates one
+            self._create(folder, config)
+            self._open(folder, lock)
+        except (OSError, sqlite3.Error) as error:
+            lock.release()
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"run_dir: {folder} cannot be written ({reason}); choose another") from None
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def reopen(cls, folder: Path) -> RunStore:
+        """Go on writing a run. Raises StoreError when there is none, or another process writes it, or its store is of
+        another version."""
+        if not (folder / CONFIG).is_file():
+            raise StoreError(f"{folder} holds no run (no {CONFIG})")
+        check_version(folder)
+        store = cls.__new__(cls)
+        try:
+            lock = RunLock(folder)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be written ({error.strerror})") from None
+        try:
+            store._open(folder, lock, resumed=True)
+        except BaseException:
+            lock.release()
+            raise
+        store._note_versions()
+        return store
+
+    # --- writing ----------------------------------------------------------------------------------------------------
 
     def write_step(self, step: int, metrics: dict[str, float], groups: Iterable[Group]) -> None:
-        """Append a step's metrics and every rollout behind them."""
-        for group in groups:
-            for rollout in group.rollouts:
-                self._append("rollouts", {"step": step, **asdict(rollout)})
-        self._append("metrics", {"step": step, "time": time.time(), **metrics})
+        """A step's metrics and every rollout behind them, in the place of what the store has for that step."""
+        self._write("train", step, metrics, groups)
 
     def write_eval(self, step: int, metrics: dict[str, float], groups: Iterable[Group]) -> None:
-        """Append a held-out evaluation's metrics and rollouts."""
-        for group in groups:
-            for rollout in group.rollouts:
-                self._append("eval_rollouts", {"step": step, **asdict(rollout)})
-        self._append("eval_metrics", {"step": step, "time": time.time(), **metrics})
+        """The same for the held-out evaluation after `step`."""
+        self._write("eval", step, metrics, groups)
 
     def event(self, kind: str, message: str, **details: Any) -> None:
-        """Append something a person may want to know later."""
-        self._append("events", {"time": time.time(), "kind": kind, "message": message, **details})
+        """Something a person may want to know later. `step` among the details ties it to a step."""
+        now, step = time.time(), details.pop("step", None)
+        values = (now, step, text(kind), text(message), text(to_json(details).decode("utf-8", "surrogatepass")))
+        self._writer.submit(
+            lambda db: _ignore(
+                db.execute("INSERT INTO events (time, step, kind, message, details) VALUES (?, ?, ?, ?, ?)", values)
+            )
+        )
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`: steps, evaluations, rollouts and events. Returns when it is on the disk."""
+
+        def job(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM steps WHERE id > ?", (step_id_of("eval", step),))
+            db.execute("DELETE FROM events WHERE step > ?", (step,))
+
+        self._writer.submit(job)
+        self._writer.flush()
+
+    def flush(self) -> None:
+        """Return when everything is on the disk, safe from a power failure too. Raises StoreError."""
+        self._writer.flush()
+
+    def finish(self, outcome: Outcome, error: str | None = None) -> None:
+        """How the run ended, written by `close`; without it, the run counts as interrupted. Never raises."""
+        self._outcome, self._error = outcome, error
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of `step` goes."""
         return self.folder / "checkpoints" / f"step-{step}"
 
     def close(self) -> None:
-        """Flush and close the files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        """Write what is waiting and the outcome, then let others write. Raises StoreError if nothing has yet."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        values = (self._outcome, None if self._error is None else text(self._error), time.time())
+        try:
+            if self._writer.error is None:
+                self._writer.submit(
+                    lambda db: _ignore(db.execute("UPDATE run SET status = ?, error = ?, ended = ?", values))
+                )
+            self._writer.close()
+        finally:
+            self._lock.release()
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        if name not in self._files:
-            self._files[name] = (self.folder / f"{name}.jsonl").open("a", encoding="utf-8")
-        file = self._files[name]
-        file.write(json.dumps(_jsonable(row), ensure_ascii=False) + "\n")
-        file.flush()
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _refuse_existing(self, folder: Path) -> None:
+        if _holds_a_run(folder):
+            raise ConfigError(f"run_dir: {folder} already holds a run; choose another name or delete it")
+
+    def _create(self, folder: Path, config: OrchestratorConfig) -> None:
+        create_database(folder)
+        (folder / VERSIONS).write_text(json.dumps(_versions(), indent=2))
+        partial = folder / f"{CONFIG}.partial"
+        partial.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
+        os.replace(partial, folder / CONFIG)  # last: a folder with a configuration is a run
+
+    def _open(self, folder: Path, lock: RunLock, resumed: bool = False) -> None:
+        self.folder = folder
+        self._lock = lock
+        self._writer = Writer(folder)
+        now = time.time()
+        self._writer.submit(
+            lambda db: _ignore(
+                db.execute(
+                    "INSERT INTO run (id, status, pid, host, created, started) VALUES (1, 'running', ?, ?, ?, ?) "
+                    "ON CONFLICT DO UPDATE SET status = 'running', error = NULL, pid = excluded.pid, "
+                    "host = excluded.host, started = excluded.started, ended = NULL, resumes = resumes + ?",
+                    (os.getpid(), socket.gethostname(), now, now, int(resumed)),
+                )
+            )
+        )
+        self._writer.flush()
+        atexit.register(self.close)
+
+    def _note_versions(self) -> None:
+        """Say so when the run goes on with other libraries than it began with."""
+        try:
+            before = json.loads((self.folder / VERSIONS).read_text())
+        except (OSError, ValueError):
+            before = {}
+        changed = {name: f"{before.get(name)} → {now}" for name, now in _versions().items() if before.get(name) != now}
+        if changed:
+            listed = ", ".join(f"{name} {change}" for name, change in changed.items())
+            self.event("versions", f"resumed with other versions than the run began with: {listed}")
+
+    def _write(self, split: str, step: int, metrics: dict[str, float], groups: Iterable[Group]) -> None:
+        step, now, kept = int(step), time.time(), list(groups)
+        values = {text(name): number(value) for name, value in metrics.items()}
+        self._writer.submit(lambda db: write_record(db, split, step, now, values, kept))
 
 
-def runs_root() -> Path:
-    """The folder runs go to when none is named: $MRL_RUNS or ./runs."""
-    return Path(os.environ.get("MRL_RUNS", "runs"))
-
-
-def find_run(name: str) -> Path | None:
-    """The folder of the run called `name`, or at that path; None when there is none."""
-    for folder in (Path(name).expanduser(), runs_root() / name):
-        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-            return folder
-    return None
-
-
-def newest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint of the latest step, or None."""
-    found = [
-        (int(path.name.removeprefix("step-")), path)
-        for path in (run / "checkpoints").glob("step-*")
-        if path.name.removeprefix("step-").isdigit()
-    ]
-    return max(found)[1] if found else None
-
-
-def read_rows(run: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Rows of one of the run's files, e.g. `metrics`; nothing when it was never written."""
-    path = run / f"{name}.jsonl"
-    if path.exists():
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)
-
-
-def write_rollouts(path: str | Path, groups: Iterable[Group]) -> None:
-    """Write every rollout as a JSON line. Raises ConfigError when the file cannot be written."""
+def _holds_a_run(folder: Path) -> bool:
+    """True also for a database with steps whose configuration is gone: it is not written over."""
+    if (folder / CONFIG).exists() or any((folder / name).exists() for name in LEGACY_FILES):
+        return True
+    if not (folder / DATABASE).exists():
+        return False
     try:
-        with Path(path).open("w", encoding="utf-8") as file:
-            for group in groups:
-                for rollout in group.rollouts:
-                    file.write(json.dumps(_jsonable(asdict(rollout)), ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise ConfigError(f"output: {path} cannot be written ({error.strerror}); choose another file") from None
+        return any(True for _ in read_rows(folder, "metrics"))
+    except StoreError:
+        return True
 
 
-def _jsonable(value: Any) -> Any:
-    """Plain JSON: what is not finite becomes its name, so that it is seen and not hidden."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _jsonable(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(inner) for inner in value]
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    return str(value)
+def _ignore(_: object) -> None:
+    """Jobs return nothing."""
 
 
 def _versions() -> dict[str, Any]:
-    libraries = {}
+    libraries: dict[str, str | None] = {}
     for name in ("mrl", "torch", "transformers", "peft", "datasets", "tokenizers", "numpy"):
         try:
             libraries[name] = metadata.version(name)

@@ -21,6 +21,10 @@ class WeightSync(Protocol):
         """Publish the actor's weights as `version`; returns once every worker serves them. Raises SyncError."""
         ...
 
+    def served(self) -> Path | None:
+        """A file with the weights the workers serve, where the method keeps one."""
+        ...
+
     def close(self) -> None:
         """Remove what was written."""
         ...

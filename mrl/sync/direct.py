@@ -20,5 +20,8 @@ class DirectSync:
         for worker in workers:
             confirm(ref, worker, await worker.call("update_weights", ref))
 
+    def served(self) -> None:
+        """The workers serve what the actor has: nothing is kept apart."""
+
     def close(self) -> None:
         """Nothing to remove."""

@@ -23,5 +23,10 @@ class ReloadSync:
         for worker, answer in zip(workers, answers, strict=True):
             confirm(ref, worker, answer)
 
+    def served(self) -> Path | None:
+        """The file with the weights that the workers serve, which after the sync may be older than the actor's."""
+        files = sorted(self.folder.glob("v*/model.safetensors"))
+        return files[-1] if files else None
+
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

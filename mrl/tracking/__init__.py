@@ -1,8 +1,7 @@
 """Trackers: who is told of a run besides its own folder."""
 
-from mrl.registry import Registry
-from mrl.tracking.base import RunInfo, Tracker
+from mrl.tracking.base import RunInfo, Status, Tracker
+from mrl.tracking.members import TRACKERS
+from mrl.tracking.several import TrackerSet, check_trackers
 
-TRACKERS: Registry[type[Tracker]] = Registry("trackers", "report_to", {"console": "mrl.tracking.console:ConsoleTracker"})
-
-__all__ = ["TRACKERS", "RunInfo", "Tracker"]
+__all__ = ["TRACKERS", "RunInfo", "Status", "Tracker", "TrackerSet", "check_trackers"]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,12 @@ from mrl.algorithms.mismatch import importance_weights
 from mrl.config import ModelConfig, TrainingConfig
 from mrl.errors import TrainingError
 from mrl.models import autocast_dtype, load_model, load_tokenizer
-from mrl.store.checkpoints import write_model
+from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.types import TrainBatch, WeightRef, derive_seed
 from mrl.workers.lora import add_lora, merged_state_dict
+from mrl.workers.rows import Rows, make_rows
+from mrl.workers.snapshot import fits_in_memory_twice, load_snapshot, take_snapshot
+from mrl.workers.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +51,11 @@ class ActorWorker:
         self.total_steps = total_steps
         self.step = 0
         self.skipped_in_a_row = 0
+        self.keep_gradient_norms = False
+        self.gradient_norms: dict[str, float] = {}
+        """Of each parameter, before clipping, in the last update; only while `keep_gradient_norms` is set."""
+        self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-checkpoint")
+        self.writing: Future[None] | None = None
 
     # --- what the orchestrator calls --------------------------------------------------------------------------------
 
@@ -92,7 +100,7 @@ class ActorWorker:
         torch.manual_seed(derive_seed(self.config.seed, "train", self.step))  # dropout
         if not batch.samples:
             return self._pass_over()
-        rows = _rows(batch, self.device)
+        rows = make_rows(batch, self.device)
         rows.weights_BT = token_weights(
             rows.mask_BT,
             self.loss.normalization,
@@ -104,7 +112,7 @@ class ActorWorker:
             rows.old_logprobs_BT = self._logprobs(self.model, rows)
         if self.config.beta > 0:
             rows.ref_logprobs_BT = self._reference_logprobs(rows)
-        metrics = _Metrics()
+        metrics = StepMetrics()
         for _ in range(self.config.num_iterations):
             self._update(rows, metrics)
         return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
@@ -123,13 +131,46 @@ class ActorWorker:
 
         return publish(self.get_weights(), Path(folder), version)
 
-    def save_checkpoint(self, path: str) -> str:
-        """Write a Hugging Face model folder (LoRA: an adapter's), whole or not at all. Raises CheckpointError."""
-        return str(write_model(Path(path), self.model, self.tokenizer, {"step": self.step}))
+    def save_checkpoint(
+        self, path: str, state: dict[str, Any], *, beside: bool = False, served: str | None = None
+    ) -> None:
+        """Write a checkpoint: a Hugging Face model folder (LoRA: an adapter's) with what training goes on from.
+
+        state: the orchestrator's part, plain data. beside: write it on a thread of its own from a copy, where memory
+        allows; `finish_checkpoint` then waits and says how it went. served: file with the rollout workers' weights,
+        where they are not these. Raises CheckpointError; `path` is whole or absent.
+        """
+        self.finish_checkpoint()
+        copy = beside and served is None and fits_in_memory_twice(self.model, self.optimizer)
+        snapshot = take_snapshot(self.model, self.tokenizer, self.optimizer, self.scheduler, copy=copy)
+        full_state = {**state, "actor": {"step": self.step, "skipped_in_a_row": self.skipped_in_a_row}}
+        if not copy:
+            write_checkpoint(Path(path), lambda folder: snapshot.write(folder, served), full_state)
+            return
+        self.writing = self.writer.submit(write_checkpoint, Path(path), snapshot.write, full_state)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written. Raises CheckpointError when it could not be."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
+
+    def load_checkpoint(self, path: str) -> None:
+        """Go on from a checkpoint of this configuration. Call after `initialize`. Raises CheckpointError.
+
+        The reference model stays the one that `initialize` loaded: the policy before training.
+        """
+        load_snapshot(Path(path), self.model, self.optimizer, self.scheduler)
+        actor_state = json.loads((Path(path) / STATE).read_text())["actor"]
+        self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        self.writer.shutdown(wait=True)
 
     # --- one update -------------------------------------------------------------------------------------------------
 
-    def _update(self, rows: _Rows, metrics: _Metrics) -> None:
+    def _update(self, rows: Rows, metrics: StepMetrics) -> None:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
@@ -137,6 +178,9 @@ class ActorWorker:
             part_loss = self._part_loss(part, metrics)
             part_loss.backward()
             loss += part_loss.item()
+        if self.keep_gradient_norms:
+            named = ((name, p.grad) for name, p in self.model.named_parameters())
+            self.gradient_norms = {name: grad.norm().item() for name, grad in named if grad is not None}
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm).item()
         self.model.eval()
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -156,7 +200,7 @@ class ActorWorker:
         rate = float(self.scheduler.get_last_lr()[0])
         return {"train/tokens": 0.0, "train/updates_skipped": 0.0, "train/learning_rate": rate}
 
-    def _part_loss(self, part: _Rows, metrics: _Metrics) -> Tensor:
+    def _part_loss(self, part: Rows, metrics: StepMetrics) -> Tensor:
         """This micro-batch's share of the batch's loss."""
         logprobs_BT, entropy_BT = self._forward(self.model, part)
         detached_BT = logprobs_BT.detach()
@@ -200,7 +244,7 @@ class ActorWorker:
 
     # --- forward passes ---------------------------------------------------------------------------------------------
 
-    def _forward(self, model: Any, rows: _Rows) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the completions' tokens at the sampler's temperature; B×T, zero where padded."""
         row_N, slot_N = rows.valid_BT.nonzero(as_tuple=True)
         source_N = rows.prompt_lengths_B[row_N] + slot_N - 1
@@ -220,7 +264,7 @@ class ActorWorker:
         return empty_BT.index_put((row_N, slot_N), logprobs_N), empty_BT.index_put((row_N, slot_N), entropy_N)
 
     @torch.no_grad()
-    def _logprobs(self, model: Any, rows: _Rows) -> Tensor:
+    def _logprobs(self, model: Any, rows: Rows) -> Tensor:
         model.eval()
         parts = rows.split(self.config.gradient_accumulation_steps)
         logprobs_BT = torch.zeros(rows.mask_BT.shape, device=self.device)
@@ -228,7 +272,7 @@ class ActorWorker:
             logprobs_BT[part.index_B, : part.mask_BT.shape[1]] = self._forward(model, part)[0]
         return logprobs_BT
 
-    def _reference_logprobs(self, rows: _Rows) -> Tensor:
+    def _reference_logprobs(self, rows: Rows) -> Tensor:
         if self.reference is not None:
             return self._logprobs(self.reference, rows)
         with self.model.disable_adapter():  # type: ignore[operator]
@@ -292,110 +336,3 @@ def _loss_settings(config: TrainingConfig) -> LossSettings:
         sapo_temperature_pos=config.sapo_temperature_pos,
         sapo_temperature_neg=config.sapo_temperature_neg,
     )
-
-
-# --- layout -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Rows:
-    """A batch as tensors: B rows of L tokens, of which at most T are the completion's."""
-
-    index_B: Tensor
-    """Where each row stands in the whole batch."""
-    ids_BL: Tensor
-    prompt_lengths_B: Tensor
-    completion_lengths_B: Tensor
-    completion_BT: Tensor
-    mask_BT: Tensor
-    valid_BT: Tensor
-    advantages_BT: Tensor
-    sampler_logprobs_BT: Tensor
-    temperature: float
-    weights_BT: Tensor
-    old_logprobs_BT: Tensor | None = None
-    ref_logprobs_BT: Tensor | None = None
-
-    def split(self, parts: int) -> Iterator[_Rows]:
-        """Micro-batches of about equal row counts, sorted by length so that little is padded."""
-        lengths_B = self.prompt_lengths_B + self.completion_lengths_B
-        order_B = torch.argsort(lengths_B, stable=True, descending=True)
-        for index_B in order_B.tensor_split(min(parts, len(order_B))):
-            longest, completion = int(lengths_B[index_B].max()), int(self.completion_lengths_B[index_B].max())
-            cut = {
-                name: value[index_B]
-                if value.dim() == 1
-                else value[index_B, : longest if name == "ids_BL" else completion]
-                for name, value in vars(self).items()
-                if isinstance(value, Tensor)
-            }
-            yield replace(self, **cut)  # type: ignore[arg-type]
-
-
-def _rows(batch: TrainBatch, device: torch.device) -> _Rows:
-    samples = batch.samples
-    longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
-    completion = max(len(s.completion_ids) for s in samples)
-
-    def table(values: list[list[Any]], width: int, dtype: torch.dtype) -> Tensor:
-        filled = torch.zeros(len(values), width, dtype=dtype)
-        for row, value in enumerate(values):
-            filled[row, : len(value)] = torch.tensor(value, dtype=dtype)
-        return filled.to(device)
-
-    mask_BT = table([s.mask for s in samples], completion, torch.float32)
-    return _Rows(
-        index_B=torch.arange(len(samples), device=device),
-        ids_BL=table([s.prompt_ids + s.completion_ids for s in samples], longest, torch.long),
-        prompt_lengths_B=torch.tensor([len(s.prompt_ids) for s in samples], device=device),
-        completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
-        completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
-        mask_BT=mask_BT,
-        valid_BT=table([[1] * len(s.completion_ids) for s in samples], completion, torch.bool),
-        advantages_BT=torch.tensor(batch.advantages, dtype=torch.float32, device=device)[:, None].expand_as(mask_BT),
-        sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
-        temperature=batch.temperature,
-        weights_BT=torch.empty_like(mask_BT),
-    )
-
-
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
-class _Metrics:
-    """Token-weighted means and maxima over the micro-batches and updates of a step."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.maxima: dict[str, float] = {}
-        self.count = 0.0
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
-        self.skipped = 0
-
-    def tokens(self, mask_BT: Tensor, **values_BT: Tensor) -> None:
-        on_N = mask_BT.bool()
-        self.count += float(on_N.sum())
-        for name, value_BT in values_BT.items():
-            value_N = value_BT[on_N].double()
-            self.sums[name] = self.sums.get(name, 0.0) + value_N.sum().item()
-            if name in ("ratio", "logprob_gap") and value_N.numel():
-                # Kept when it is not finite: max() would drop a NaN that comes second.
-                largest = value_N.max().item()
-                self.maxima[name] = largest if math.isnan(largest) else max(self.maxima.get(name, largest), largest)
-
-    def update(self, loss: float, grad_norm: float, *, skipped: bool) -> None:
-        self.losses.append(loss)
-        self.grad_norms.append(grad_norm)
-        self.skipped += skipped
-
-    def summary(self) -> dict[str, float]:
-        count = max(self.count, 1.0)
-        return {
-            "train/loss": sum(self.losses) / len(self.losses),
-            "train/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
-            "train/updates_skipped": float(self.skipped),
-            "train/tokens": self.count / len(self.losses),
-            **{f"train/{name}": total / count for name, total in self.sums.items()},
-            **{f"train/{name}_max": value for name, value in self.maxima.items()},
-        }

@@ -43,6 +43,13 @@ class RewardWorker:
         )
         self._weights, self._timeout = reward_weights, reward_timeout
 
+    def check_rows(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
+        """rows: task id and columns. Raises DataError naming the first task that a reward cannot score."""
+        for reward in self.rewards:
+            check = getattr(reward, "check_rows", None)
+            if check is not None:
+                check(rows)
+
     def check_columns(self, columns: list[str]) -> None:
         """Raises RewardError when a reward needs a dataset column that is not there."""
         check_columns(self.rewards, columns)

@@ -72,20 +72,20 @@ def test_every_solution_passes_its_tests(shipped: dict[str, list[Task]]) -> None
 
 def test_mistaken_solutions_fail(shipped: dict[str, list[Task]]) -> None:
     passed = total = 0
-    for task in random.Random(0).sample(shipped["train"], 300) + shipped["heldout"]:
+    for task in random.Random(0).sample(shipped["train"], 100):
         for texts in mistakes(task.solution).values():
             for program in texts:
                 if signature(program, kind_of(task)) != signature(task.solution, kind_of(task)):
                     total += 1
                     passed += passes(program, task)
-    assert total > 3000
+    assert total > 500
     assert passed / total < 0.02
 
 
 def test_no_demonstration_behaves_like_a_heldout_task(generated: TaskSet) -> None:
     heldout = generated.heldout_signatures()
     kinds = {family: kind_of(task) for task in generated.heldout for family in [task.family]}
-    for lesson in lessons(400, generated, seed=1):
+    for lesson in lessons(300, generated, seed=1):
         programs = [lesson.right, *(text for texts in lesson.wrong.values() for text in texts)]
         assert heldout.isdisjoint(signature(program, kinds[lesson.family]) for program in programs)
 

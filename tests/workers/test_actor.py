@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.algorithms.base import LossSettings, LossTerms, token_weights
 from mrl.algorithms.grpo import GRPO
-from mrl.errors import CheckpointError, ConfigError, TrainingError
+from mrl.errors import CheckpointError, ConfigError, SyncError, TrainingError
 from mrl.types import Sample, TrainBatch
 from mrl.workers.actor import ActorWorker
 
@@ -270,12 +270,13 @@ def test_checkpoints_load_as_they_are(tiny_model: str, tmp_path: Path) -> None:
     batch = make_batch(tiny_model)
     actor = make_actor(tiny_model)
     actor.train_step(batch)
-    path = actor.save_checkpoint(str(tmp_path / "step-1"))
+    path = str(tmp_path / "step-1")
+    actor.save_checkpoint(path, {"note": "x"})
     loaded = AutoModelForCausalLM.from_pretrained(path)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, actor.model.state_dict()[name]), name
     assert AutoTokenizer.from_pretrained(path).chat_template
-    assert json.loads((tmp_path / "step-1" / "mrl_state.json").read_text())["step"] == 1
+    assert json.loads((tmp_path / "step-1" / "trainer" / "state.json").read_text())["note"] == "x"
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
@@ -287,7 +288,8 @@ def test_a_lora_checkpoint_loads_through_its_base(tiny_model: str, tmp_path: Pat
     actor = make_actor(tiny_model, lora=True, learning_rate=1e-2)
     actor.train_step(batch)
     actor.train_step(batch)
-    path = actor.save_checkpoint(str(tmp_path / "step-2"))
+    path = str(tmp_path / "step-2")
+    actor.save_checkpoint(path, {})
     loaded = load_model(ModelConfig(model=path, device="cpu"))
     for name, value in actor.get_weights().items():
         torch.testing.assert_close(loaded.state_dict()[name], value, atol=1e-6, rtol=1e-5, msg=name)
@@ -297,7 +299,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(tiny_model: s
     actor = make_actor(tiny_model)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be written"):
-        actor.save_checkpoint(str(tmp_path / "file" / "step-1"))
+        actor.save_checkpoint(str(tmp_path / "file" / "step-1"), {})
 
 
 def test_lora_target_modules_there_are_not(tiny_model: str) -> None:
@@ -306,3 +308,35 @@ def test_lora_target_modules_there_are_not(tiny_model: str) -> None:
     )
     with pytest.raises(ConfigError, match=r"lora_target_modules.*q_proj"):
         actor.initialize()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(
+    tiny_model: str, tmp_path: Path, lora: bool, beside: bool
+) -> None:
+    batch = make_batch(tiny_model)
+    settings = {"lora": lora, "beta": 0.05, "num_iterations": 2, "lr_scheduler_type": "cosine", "learning_rate": 1e-2}
+    actor = make_actor(tiny_model, **settings, dropout=0.1)
+    for _ in range(2):
+        actor.train_step(batch)
+    actor.save_checkpoint(str(tmp_path / "step-2"), {}, beside=beside)
+    first = [actor.train_step(batch) for _ in range(2)]  # while it is being written
+    actor.finish_checkpoint()
+
+    resumed = make_actor(tiny_model, **settings, dropout=0.1)
+    torch.manual_seed(99)
+    resumed.load_checkpoint(str(tmp_path / "step-2"))
+    assert resumed.step == 2
+    assert [resumed.train_step(batch) for _ in range(2)] == first
+    for name, value in parameters(actor).items():
+        assert torch.equal(parameters(resumed)[name], value), name
+    for mine, theirs in zip(actor.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_model: str, untied_model: str, tmp_path: Path) -> None:
+    actor = make_actor(tiny_model)
+    actor.save_checkpoint(str(tmp_path / "step-0"), {})
+    with pytest.raises((CheckpointError, SyncError), match="step-0"):
+        make_actor(untied_model).load_checkpoint(str(tmp_path / "step-0"))

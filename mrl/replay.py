@@ -1,0 +1,107 @@
+"""Recompute a recorded step: the same rollouts, the checkpoint before it, and what differs from what was recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.config import OrchestratorConfig, flat_fields
+from mrl.errors import CheckpointError, ConfigError
+from mrl.experience import make_batch
+from mrl.resume import is_description, stored_options
+from mrl.store.checkpoints import list_checkpoints
+from mrl.store.run import read_rows
+from mrl.types import Group, Rollout, Sample, Task
+
+
+@dataclass
+class Difference:
+    """One metric of the replayed step."""
+
+    name: str
+    recorded: float
+    replayed: float
+
+    @property
+    def difference(self) -> float:
+        """Zero when they are the same, NaN and infinity included."""
+        return 0.0 if repr(self.recorded) == repr(self.replayed) else self.replayed - self.recorded
+
+
+@dataclass
+class Replay:
+    """What replaying a step gave."""
+
+    step: int
+    checkpoint: int
+    """The step of the checkpoint it began from; 0 = the untrained model."""
+    metrics: list[Difference]
+    gradient_norms: dict[str, float]
+    """Of each parameter, before clipping, in the step's last update; largest first."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every metric is what was recorded, to the last bit."""
+        return all(metric.difference == 0.0 for metric in self.metrics)
+
+
+def replay(run: Path, step: int, device: str | None = None) -> Replay:
+    """Train the steps from the checkpoint before `step` up to it again, from the recorded rollouts. Raises MRLError.
+
+    Rewards are taken from the record, so neither the dataset nor the reward functions are needed.
+    """
+    recorded = {row["step"]: row for row in read_rows(run, "metrics")}
+    if step not in recorded:
+        have = f"1 to {max(recorded)}" if recorded else "none"
+        raise ConfigError(f"step: {run} has no step {step} (recorded steps: {have})")
+    from mrl.workers.actor import ActorWorker
+
+    config = _config_for_replay(run, device)
+    actor = ActorWorker(config.model.model_dump(), config.training.model_dump(), _total_steps(run))
+    actor.initialize()
+    start = _begin_from_checkpoint(run, step, actor)
+    metrics: dict[str, float] = {}
+    for number in range(start + 1, step + 1):
+        actor.keep_gradient_norms = number == step
+        metrics = actor.train_step(make_batch(_groups(run, number), config))
+    shown = [Difference(name, recorded[step][name], value) for name, value in metrics.items() if name in recorded[step]]
+    norms = dict(sorted(actor.gradient_norms.items(), key=lambda item: -item[1]))
+    actor.close()
+    return Replay(step, start, shown, norms)
+
+
+def _config_for_replay(run: Path, device: str | None) -> OrchestratorConfig:
+    options = {name: value for name, value in stored_options(run).items() if name in flat_fields()}
+    options = {name: value for name, value in options.items() if not is_description(value)}
+    options |= {"resume": None, "allow_change": []} | ({} if device is None else {"device": device})
+    return OrchestratorConfig.from_flat(**options)
+
+
+def _begin_from_checkpoint(run: Path, step: int, actor: Any) -> int:
+    for checkpoint in reversed(list_checkpoints(run)):
+        if checkpoint.step < step:
+            if problems := checkpoint.problems():
+                raise CheckpointError(problems[0])
+            actor.load_checkpoint(str(checkpoint.path))
+            return checkpoint.step
+    return 0
+
+
+def _groups(run: Path, step: int) -> list[Group]:
+    """The step's groups as they were scored, in their order."""
+    groups: dict[str, Group] = {}
+    for row in read_rows(run, "rollouts"):
+        if row["step"] != step:
+            continue
+        fields = {name: row[name] for name in Rollout.__dataclass_fields__ if name in row}
+        rollout = Rollout(**(fields | {"samples": [Sample(**sample) for sample in row["samples"]]}))
+        groups.setdefault(rollout.task_id, Group(Task(rollout.task_id, rollout.prompt), [])).rollouts.append(rollout)
+    return list(groups.values())
+
+
+def _total_steps(run: Path) -> int:
+    starts = [row for row in read_rows(run, "events") if row["kind"] == "start"]
+    if not starts:
+        raise ConfigError(f"{run}: the record has no start, so the length of its schedule is not known")
+    return int(starts[-1]["total_steps"])

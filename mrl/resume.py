@@ -1,0 +1,171 @@
+"""Going on with a run: from which checkpoint, and whether it is still the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.config import OrchestratorConfig, flat_fields
+from mrl.errors import CheckpointError, ConfigError
+from mrl.store.checkpoints import Checkpoint, newest_intact
+from mrl.store.run import find_run, runs_root
+from mrl.types import Task
+
+MAY_CHANGE = frozenset(
+    {
+        # How it runs, not what it computes.
+        *("call_timeout", "num_rollout_workers", "actor_gpu", "rollout_gpu", "max_failed_fraction"),
+        # What is recorded, and when.
+        *("report_to", "log_completions", "save_steps", "save_total_limit", "best_metric", "checkpoint_errors"),
+        *("run_dir", "run_name", "resume", "allow_change"),
+        # How long it goes on (a schedule that decays depends on it: see `changes`).
+        *("max_steps", "num_epochs"),
+    }
+)
+"""Options that may differ when a run is resumed without making it another run."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on."""
+
+    checkpoint: Checkpoint
+    state: dict[str, Any]
+    problems: list[str]
+    """Later checkpoints that could not be used, and why."""
+
+
+def existing_run(name: str) -> Path:
+    """The folder of the run called `name`, or at that path. Raises ConfigError naming the latest runs there are."""
+    run = find_run(name)
+    if run is None:
+        folders = sorted(runs_root().glob("*"), key=lambda path: path.stat().st_mtime)
+        known = ", ".join(path.name for path in folders[-5:]) or "none"
+        raise ConfigError(f"there is no run {name!r} (latest in {runs_root()}/: {known})")
+    return run
+
+
+def find_resume_point(run: Path) -> ResumePoint | None:
+    """The newest intact checkpoint, or None when there is none at all.
+
+    Raises CheckpointError when there are checkpoints and every one is damaged: the run must not start over unasked.
+    """
+    checkpoint, problems = newest_intact(run)
+    if checkpoint is None and problems:
+        listed = "\n  ".join(problems)
+        raise CheckpointError(
+            f"{run}: no checkpoint is intact; restore one of these files, or start a new run:\n  {listed}"
+        )
+    return None if checkpoint is None else ResumePoint(checkpoint, checkpoint.state, problems)
+
+
+def stored_options(run: Path) -> dict[str, Any]:
+    """A run's options by flat name, as its config.yaml has them. Raises ConfigError."""
+    path = run / "config.yaml"
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return {name: value for section in sections.values() for name, value in section.items()}
+    except (OSError, yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}), so the run cannot be resumed") from None
+
+
+def resumed_config(run: Path, given: dict[str, Any]) -> OrchestratorConfig:
+    """The run's own configuration with what was `given` anew in its place. Raises ConfigError.
+
+    Callables and datasets are not in a run's record: they have to be given again.
+    """
+    options = stored_options(run)
+    known = {name: value for name, value in options.items() if name in flat_fields()}
+    lost = [name for name, value in known.items() if is_description(value) and name not in given]
+    if lost:
+        raise ConfigError(
+            f"{run}: {', '.join(lost)} was given in Python and is not in the run's record "
+            f"({known[lost[0]]}); resume from Python and pass it again"
+        )
+    return OrchestratorConfig.from_flat(**(known | given))
+
+
+def record_options(run: Path, config: OrchestratorConfig) -> None:
+    """Put the options a run goes on with in the place of its old ones."""
+    partial = run / "config.yaml.partial"
+    partial.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(partial, run / "config.yaml")
+
+
+def check_same_run(run: Path, config: OrchestratorConfig) -> None:
+    """Raise ConfigError when options changed that would make it another run and `allow_change` does not name them."""
+    before = stored_options(run)
+    now = {name: value for section in config.to_dict().values() for name, value in section.items()}
+    allowed = MAY_CHANGE | set(config.run.allow_change)
+    unknown = set(config.run.allow_change) - set(now)
+    if unknown:
+        raise ConfigError(f"allow_change: there is no option {', '.join(sorted(unknown))}")
+    changed = [name for name in now if name not in allowed and _comparable(before.get(name)) != _comparable(now[name])]
+    if config.training.lr_scheduler_type != "constant":
+        changed += [n for n in ("max_steps", "num_epochs") if n not in config.run.allow_change and before[n] != now[n]]
+    if changed:
+        listed = "\n".join(f"  {name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
+        flags = " ".join(f"--allow-change {name}" for name in changed)
+        raise ConfigError(
+            f"{run}: with these changes it would be another run:\n{listed}\n"
+            f"Leave them as they were, start a new run, or say that you mean it: {flags}"
+        )
+
+
+def check_same_tasks(point: ResumePoint, tasks: list[Task], config: OrchestratorConfig) -> None:
+    """Raise ConfigError when the tasks are not those the checkpoint was trained on."""
+    if point.state["tasks"] != fingerprint(tasks) and "dataset_name" not in config.run.allow_change:
+        raise ConfigError(
+            f"{point.checkpoint.path}: the tasks are not those this run was trained on, so prompts would be skipped or "
+            "repeated. Restore the dataset, or go on with --allow-change dataset_name"
+        )
+
+
+def fingerprint(tasks: list[Task]) -> str:
+    """A hash of every task, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for task in tasks:
+        digest.update(json.dumps([task.id, task.prompt, task.columns], sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's and numpy's global generators, which reward functions may draw from, as plain data."""
+    import numpy
+
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put `random_state`'s answer back."""
+    import numpy
+
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def is_description(value: Any) -> bool:
+    """Whether a recorded option stands for a Python object that could not be written down."""
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(item, str) and item.startswith("<") and item.endswith(">") for item in values)
+
+
+def _comparable(value: Any) -> Any:
+    """Where a function stands in its file may change; which function it is may not."""
+    if isinstance(value, list):
+        return [_comparable(item) for item in value]
+    return value.partition(", ")[0] if is_description(value) else value

@@ -1,0 +1,245 @@
+"""Reading a run's store, while it is written or afterwards.
+
+Pages follow the run's order (step, then the order within the step) and are asked for by where the last one ended, so a
+page costs the same at any depth.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+from mrl.errors import StoreError
+from mrl.store.filters import Filter, PageQuery
+from mrl.store.rows import read_number, read_rollout, read_summary, read_task, step_id_of, text
+from mrl.store.schema import DATABASE, open_reader, version_of
+
+Split = Literal["train", "eval"]
+CHUNK = 64
+"""Rollouts read at a time when all are wanted."""
+COUNT_LIMIT = 10_000
+
+
+class Cursor(NamedTuple):
+    """Where a page ended."""
+
+    step_id: int
+    key: int
+
+
+@dataclass
+class Page:
+    """Some rollouts' summaries."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    next: Cursor | None = None
+    """Give it as `after` to get the following page; None = this was the last."""
+
+
+class RunReader:
+    """Reads one run. Any number may be open; one may be shared between threads. Use it as a context manager.
+
+    Every method raises StoreError when the file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises StoreError when the folder has no store, or one of another version (with the command to use)."""
+        self.folder = folder
+        self._connection = open_reader(folder)
+        self._connection.row_factory = sqlite3.Row
+        self._one_at_a_time = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Status as last written, error, pid, host, times (seconds since 1970), resumes; {} before the first write."""
+        rows = self._all("SELECT status, error, pid, host, created, started, ended, resumes FROM run")
+        return dict(rows[0]) if rows else {}
+
+    def last_step(self, split: Split = "train") -> int | None:
+        """The newest step on record."""
+        return self._one("SELECT max(step) FROM steps WHERE id % 2 = ?", (split == "eval",))
+
+    def steps(self, split: Split = "train") -> list[dict[str, Any]]:
+        """Every step: step, time, number of rollouts and of failed ones, lowest and highest reward."""
+        sql = "SELECT step, time, rollouts, failed, reward_min, reward_max FROM steps WHERE id % 2 = ? ORDER BY id"
+        return [dict(row) for row in self._all(sql, (split == "eval",))]
+
+    # --- metrics ----------------------------------------------------------------------------------------------------
+
+    def metric_names(self, split: Split = "train") -> list[str]:
+        """Every metric that was ever recorded."""
+        sql = "SELECT name, max(step_id % 2 = ?) AS there FROM metrics GROUP BY name ORDER BY name"
+        return [row["name"] for row in self._all(sql, (split == "eval",)) if row["there"]]
+
+    def series(self, name: str, split: Split = "train") -> list[tuple[int, float]]:
+        """A metric by step, in order. What was not a number is NaN; a step that did not record it is absent."""
+        sql = "SELECT step_id / 2 AS step, value FROM metrics WHERE name = ? AND step_id % 2 = ? ORDER BY step_id"
+        rows = self._all(sql, (text(name), split == "eval"))
+        return [(row["step"], read_number(row["value"])) for row in rows]
+
+    def metrics(self, step: int, split: Split = "train") -> dict[str, float]:
+        """Every metric of a step; {} when there is no such step."""
+        rows = self._all("SELECT name, value FROM metrics WHERE step_id = ?", (step_id_of(split, step),))
+        return {row["name"]: read_number(row["value"]) for row in rows}
+
+    def metric_rows(self, split: Split = "train") -> Iterator[dict[str, Any]]:
+        """Every step as one flat dict: step, time and each metric."""
+        for step in self.steps(split):
+            yield {"step": step["step"], "time": step["time"], **self.metrics(step["step"], split)}
+
+    # --- rollouts ---------------------------------------------------------------------------------------------------
+
+    def page(
+        self,
+        where: Filter | None = None,
+        *,
+        limit: int = 50,
+        after: tuple[int, int] | None = None,
+        offset: int = 0,
+        newest_first: bool = False,
+    ) -> Page:
+        """Summaries of the rollouts that `where` lets through, in the run's order.
+
+        after: a page's `next`. offset: skip that many more; cheap where `where` names at most split, step and status.
+        """
+        query = PageQuery(where or Filter(), newest_first, after, offset)
+        with self._snapshot():
+            keys = [Cursor(*row) for row in query.keys(self._connection, limit + 1)]
+            rows = self._summaries([cursor.key for cursor in keys[:limit]])
+        return Page(rows, keys[limit - 1] if len(keys) > limit else None)
+
+    def count(self, where: Filter | None = None, limit: int = COUNT_LIMIT) -> int:
+        """How many rollouts `where` lets through. Filters on task or reward count no further than `limit`."""
+        with self._snapshot():
+            return PageQuery(where or Filter()).count(self._connection, limit)
+
+    def rollout(self, key: int) -> dict[str, Any]:
+        """One rollout in full: every field of `mrl.types.Rollout`, samples as dicts. Raises StoreError: no such key."""
+        found = self._in_full([key])
+        if not found:
+            raise StoreError(f"{self.folder}: there is no rollout {key}")
+        return found[0]
+
+    def rollouts(self, where: Filter | None = None, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+        """Every rollout in full, a chunk in memory at a time."""
+        after: tuple[int, int] | None = None
+        while True:
+            query = PageQuery(where or Filter(), newest_first, after)
+            with self._snapshot():
+                keys = list(query.keys(self._connection, CHUNK))
+                rows = self._in_full([key for _, key in keys])
+            yield from rows
+            if len(keys) < CHUNK:
+                return
+            after = keys[-1]
+
+    # --- tasks and events -------------------------------------------------------------------------------------------
+
+    def tasks(self, limit: int = 50, after: str = "") -> list[dict[str, Any]]:
+        """Tasks by id, those behind `after`: id, prompt, columns, number of rollouts, of failed ones, mean reward.
+
+        A task whose content changed during the run appears once for each.
+        """
+        sql = """
+            SELECT t.id, content, count(r.key) AS rollouts, coalesce(sum(r.status = 'failed'), 0) AS failed,
+                   avg(r.reward) AS reward
+            FROM (SELECT * FROM tasks WHERE id > ? ORDER BY id, key LIMIT ?) AS t
+            LEFT JOIN rollouts AS r ON r.task_key = t.key GROUP BY t.key ORDER BY t.id, t.key
+        """
+        rows = self._all(sql, (after, limit))
+        return [
+            {**read_task(row["id"], row["content"]), **{n: row[n] for n in ("rollouts", "failed", "reward")}}
+            for row in rows
+        ]
+
+    def events(self, kind: str | None = None, after: int = 0, limit: int = -1) -> list[dict[str, Any]]:
+        """Events in order: id, time, kind, message, step if any, and their details. after: an event's id."""
+        sql = "SELECT * FROM events WHERE id > ? AND (? IS NULL OR kind = ?) ORDER BY id LIMIT ?"
+        rows = self._all(sql, (after, kind, kind, limit))
+        return [
+            {
+                **{name: row[name] for name in ("id", "time", "kind", "message")},
+                **({} if row["step"] is None else {"step": row["step"]}),
+                **json.loads(row["details"]),
+            }
+            for row in rows
+        ]
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _summaries(self, keys: list[int]) -> list[dict[str, Any]]:
+        sql = "SELECT r.*, t.id AS task_id FROM rollouts AS r JOIN tasks AS t ON t.key = r.task_key WHERE r.key IN ({})"
+        return [read_summary(dict(row)) for row in self._by_key(sql, keys)]
+
+    def _in_full(self, keys: list[int]) -> list[dict[str, Any]]:
+        sql = """
+            SELECT r.*, t.id AS task_id, t.content AS task_content, c.texts, c.samples FROM rollouts AS r
+            JOIN tasks AS t ON t.key = r.task_key JOIN contents AS c ON c.key = r.key WHERE r.key IN ({})
+        """
+        return [read_rollout(dict(row)) for row in self._by_key(sql, keys)]
+
+    def _by_key(self, sql: str, keys: list[int]) -> list[sqlite3.Row]:
+        found = {row["key"]: row for row in self._all(sql.format(", ".join(map(str, map(int, keys)))))}
+        return [found[key] for key in keys if key in found]
+
+    def _one(self, sql: str, values: tuple[Any, ...] = ()) -> Any:
+        return self._all(sql, values)[0][0]
+
+    def _all(self, sql: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
+        with self._explained():
+            return self._connection.execute(sql, values).fetchall()
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """What is read inside belongs together, whatever is written meanwhile."""
+        with self._explained():
+            self._connection.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._connection.execute("COMMIT")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            with self._one_at_a_time:
+                yield
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.folder / DATABASE} cannot be read ({error})") from error
+
+
+def read_rows(run: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Rows of a run: `metrics`, `rollouts`, `eval_metrics`, `eval_rollouts` or `events`; nothing when it has no store.
+
+    Raises StoreError for a store of another version.
+    """
+    if version_of(run) is None:
+        return
+    split: Split = "eval" if name.startswith("eval_") else "train"
+    with RunReader(run) as reader:
+        match name.removeprefix("eval_"):
+            case "metrics":
+                yield from reader.metric_rows(split)
+            case "rollouts":
+                yield from reader.rollouts(Filter(split=split))
+            case "events":
+                yield from reader.events()
+            case _:
+                raise ValueError(f"a run has no rows called {name!r}")

@@ -1,0 +1,74 @@
+"""A train batch as tensors: right-padded rows that can be split into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.types import TrainBatch
+
+
+@dataclass
+class Rows:
+    """A batch as tensors: B rows of L tokens, of which at most T are the completion's."""
+
+    index_B: Tensor
+    """Where each row stands in the whole batch."""
+    ids_BL: Tensor
+    prompt_lengths_B: Tensor
+    completion_lengths_B: Tensor
+    completion_BT: Tensor
+    mask_BT: Tensor
+    valid_BT: Tensor
+    advantages_BT: Tensor
+    sampler_logprobs_BT: Tensor
+    temperature: float
+    weights_BT: Tensor
+    old_logprobs_BT: Tensor | None = None
+    ref_logprobs_BT: Tensor | None = None
+
+    def split(self, parts: int) -> Iterator[Rows]:
+        """Micro-batches of about equal row counts, sorted by length so that little is padded."""
+        lengths_B = self.prompt_lengths_B + self.completion_lengths_B
+        order_B = torch.argsort(lengths_B, stable=True, descending=True)
+        for index_B in order_B.tensor_split(min(parts, len(order_B))):
+            longest, completion = int(lengths_B[index_B].max()), int(self.completion_lengths_B[index_B].max())
+            cut = {
+                name: value[index_B]
+                if value.dim() == 1
+                else value[index_B, : longest if name == "ids_BL" else completion]
+                for name, value in vars(self).items()
+                if isinstance(value, Tensor)
+            }
+            yield replace(self, **cut)  # type: ignore[arg-type]
+
+
+def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
+    samples = batch.samples
+    longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+    completion = max(len(s.completion_ids) for s in samples)
+
+    def table(values: list[list[Any]], width: int, dtype: torch.dtype) -> Tensor:
+        filled = torch.zeros(len(values), width, dtype=dtype)
+        for row, value in enumerate(values):
+            filled[row, : len(value)] = torch.tensor(value, dtype=dtype)
+        return filled.to(device)
+
+    mask_BT = table([s.mask for s in samples], completion, torch.float32)
+    return Rows(
+        index_B=torch.arange(len(samples), device=device),
+        ids_BL=table([s.prompt_ids + s.completion_ids for s in samples], longest, torch.long),
+        prompt_lengths_B=torch.tensor([len(s.prompt_ids) for s in samples], device=device),
+        completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
+        completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
+        mask_BT=mask_BT,
+        valid_BT=table([[1] * len(s.completion_ids) for s in samples], completion, torch.bool),
+        advantages_BT=torch.tensor(batch.advantages, dtype=torch.float32, device=device)[:, None].expand_as(mask_BT),
+        sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
+        temperature=batch.temperature,
+        weights_BT=torch.empty_like(mask_BT),
+    )

@@ -1,0 +1,105 @@
+"""What an actor's checkpoint holds: taken in one moment, written later, read back exactly."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.errors import CheckpointError
+from mrl.store.checkpoints import SERVED
+
+
+@dataclass
+class Snapshot:
+    """The training state of one moment. `copied`: its tensors are its own, so that training may go on meanwhile."""
+
+    model: Any
+    tokenizer: Any
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    rng: dict[str, Any]
+    copied: bool
+
+    def write(self, folder: Path, served: str | None = None) -> None:
+        """Write model, tokenizer, optimizer, schedule and RNG states into `folder`, and the file `served` as it is."""
+        self.model.save_pretrained(folder, state_dict=self.tensors)
+        self.tokenizer.save_pretrained(folder)
+        torch.save(self.optimizer, folder / "trainer" / "optimizer.pt")
+        torch.save(self.scheduler, folder / "trainer" / "scheduler.pt")
+        torch.save(self.rng, folder / "trainer" / "rng.pt")
+        if served is not None:
+            shutil.copyfile(served, folder / SERVED)
+
+
+def take_snapshot(model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, *, copy: bool) -> Snapshot:
+    """The state now; with `copy`, in host memory of its own."""
+    tensors, optimizer_state = dict(model.state_dict()), optimizer.state_dict()
+    rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state_all()
+    return Snapshot(
+        model,
+        tokenizer,
+        _copy(tensors, {}) if copy else tensors,
+        _copy(optimizer_state, {}) if copy else optimizer_state,
+        dict(scheduler.state_dict()),
+        rng,
+        copied=copy,
+    )
+
+
+def fits_in_memory_twice(model: Any, optimizer: Any) -> bool:
+    """Whether a copy of the training state leaves as much host memory free again."""
+    import psutil
+
+    tensors = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
+    size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    return bool(psutil.virtual_memory().available > 2 * size)
+
+
+def load_snapshot(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Put a checkpoint's state into a freshly initialised actor. Raises CheckpointError when it is of another shape."""
+    try:
+        _load_tensors(folder, model)
+        optimizer.load_state_dict(torch.load(folder / "trainer" / "optimizer.pt", weights_only=True))
+        scheduler.load_state_dict(torch.load(folder / "trainer" / "scheduler.pt", weights_only=True))
+        rng = torch.load(folder / "trainer" / "rng.pt", weights_only=True)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: does not fit this model and configuration ({error})") from error
+    torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(rng["cuda"])
+
+
+def _load_tensors(folder: Path, model: Any) -> None:
+    if hasattr(model, "get_base_model"):
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        outcome: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+        if outcome.unexpected_keys:
+            raise ValueError(f"tensors of another adapter: {', '.join(outcome.unexpected_keys[:3])}")
+        return
+    from mrl.engines.transformers_weights import load_directory
+
+    load_directory(model, str(folder))
+
+
+def _copy(value: Any, seen: dict[int, Tensor]) -> Any:
+    """A copy in host memory; tensors that share memory share it in the copy too."""
+    if isinstance(value, Tensor):
+        if value.data_ptr() not in seen or seen[value.data_ptr()].shape != value.shape:
+            seen[value.data_ptr()] = value.detach().to("cpu", copy=True)
+        return seen[value.data_ptr()]
+    if isinstance(value, Mapping):
+        return {key: _copy(inner, seen) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(inner, seen) for inner in value]
+    return value

@@ -1,0 +1,325 @@
+"""Going on with a run: what may change, what is refused, and what a damaged or missing checkpoint does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mrl.workers.actor as actor_module
+from mrl import MRLTrainer
+from mrl.cli import main
+from mrl.errors import CheckpointError, ConfigError
+from mrl.models import resolve_model
+from mrl.orchestrator import RunResult
+from mrl.replay import replay
+from mrl.store.checkpoints import Checkpoint, list_checkpoints, newest_intact, write_checkpoint
+from mrl.store.run import read_rows
+
+TASKS = [{"prompt": f"say {i}"} for i in range(6)]
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [len(set(text)) / 8 for text in completions]
+
+
+def options(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "device": "cpu",
+        "train_dataset": TASKS,
+        "reward_funcs": length,
+        "run_dir": str(folder),
+        "report_to": [],
+        "batch_size": 2,
+        "num_generations": 3,
+        "max_completion_length": 6,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "learning_rate": 1e-3,
+        "num_rollout_workers": 1,
+        "save_steps": 1,
+        "max_steps": 4,
+        **changes,
+    }
+
+
+def run(model: str, folder: Path, **changes: Any) -> RunResult:
+    return MRLTrainer(**options(model, folder, **changes)).train()
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [row["step"] for row in read_rows(folder, "metrics")]
+
+
+def test_a_longer_run_goes_on_from_the_shorter_one(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "whole", max_steps=6)
+    run(tiny_model, tmp_path / "parts", max_steps=3)
+    result = run(tiny_model, tmp_path / "parts", max_steps=6, resume="auto")
+    assert result.steps == 6
+    assert steps_of(tmp_path / "parts") == [1, 2, 3, 4, 5, 6]
+
+    def losses(name: str) -> list[float]:
+        return [row.get("train/loss", 0.0) for row in read_rows(tmp_path / name, "metrics")]
+
+    assert losses("parts") == losses("whole")
+
+
+def test_auto_starts_what_is_not_there_yet_and_a_finished_run_stays_finished(tiny_model: str, tmp_path: Path) -> None:
+    assert run(tiny_model, tmp_path / "r", resume="auto").steps == 4
+    again = run(tiny_model, tmp_path / "r", resume="auto")
+    assert again.status == "finished"
+    assert steps_of(tmp_path / "r") == [1, 2, 3, 4]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "r")
+    for checkpoint in list_checkpoints(tmp_path / "r"):
+        shutil.rmtree(checkpoint.path)
+    assert run(tiny_model, tmp_path / "r", resume="auto").steps == 4
+    assert steps_of(tmp_path / "r") == [1, 2, 3, 4]
+
+
+def test_resume_by_name_takes_the_runs_own_options(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps(task) for task in TASKS))
+    (tmp_path / "rewards.py").write_text("def r(completions, **_):\n    return [len(set(c)) / 8 for c in completions]")
+    flags = ["--model", tiny_model, "--dataset", "tasks.jsonl", "--reward-funcs", "rewards.py:r", "--device", "cpu"]
+    more = ["--max-steps", "2", "--run-name", "mine", "--max-completion-length", "6", "--batch-size", "2"]
+    for arguments, steps in (([*flags, *more], 2), (["--resume", "mine", "--max-steps", "4"], 4)):
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", *arguments, "--json"])
+        assert stopped.value.code == 0
+        assert json.loads(capsys.readouterr().out)["steps"] == steps
+    assert steps_of(tmp_path / "runs" / "mine") == [1, 2, 3, 4]
+    config = yaml.safe_load((tmp_path / "runs" / "mine" / "config.yaml").read_text())
+    assert config["training"]["max_steps"] == 4
+    assert config["training"]["batch_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"learning_rate": 1e-4}, "learning_rate: 0.001 -> 0.0001"),
+        ({"batch_size": 3}, "batch_size"),
+        ({"seed": 1}, "seed"),
+        ({"loss_type": "grpo"}, "loss_type"),
+    ],
+)
+def test_changes_that_make_another_run_are_refused_until_they_are_allowed(
+    tiny_model: str, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    run(tiny_model, tmp_path / "r", max_steps=1)
+    with pytest.raises(ConfigError, match=rf"another run:\n  {named}(.|\n)*--allow-change {next(iter(changes))}"):
+        run(tiny_model, tmp_path / "r", max_steps=2, resume="auto", **changes)
+    allowed = run(tiny_model, tmp_path / "r", max_steps=2, resume="auto", allow_change=list(changes), **changes)
+    assert allowed.steps == 2
+
+
+def test_another_length_changes_a_schedule_that_decays(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "r", max_steps=1, lr_scheduler_type="linear")
+    with pytest.raises(ConfigError, match="max_steps: 1 -> 2"):
+        run(tiny_model, tmp_path / "r", max_steps=2, lr_scheduler_type="linear", resume="auto")
+
+
+def test_other_tasks_and_another_reward_function_are_refused(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "r", max_steps=1)
+    others = [{"prompt": f"tell {i}"} for i in range(6)]
+    with pytest.raises(ConfigError, match="tasks are not those"):
+        run(tiny_model, tmp_path / "r", max_steps=2, resume="auto", train_dataset=others)
+
+    def another(completions: list[str], **_: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    with pytest.raises(ConfigError, match="reward_funcs"):
+        run(tiny_model, tmp_path / "r", max_steps=2, resume="auto", reward_funcs=another)
+
+
+def test_what_was_given_in_python_has_to_be_given_again(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "r", max_steps=1)
+    with pytest.raises(ConfigError, match="was given in Python"):
+        MRLTrainer(resume=str(tmp_path / "r"))
+    trainer = MRLTrainer(resume=str(tmp_path / "r"), train_dataset=TASKS, reward_funcs=length, max_steps=2)
+    assert trainer.train().steps == 2
+
+
+def test_unknown_runs_and_options(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run 'nowhere'"):
+        MRLTrainer(resume="nowhere")
+    with pytest.raises(ConfigError, match="resume: auto needs run_dir or run_name"):
+        MRLTrainer(resume="auto")
+    with pytest.raises(ConfigError, match="allow_change has an effect only with resume"):
+        MRLTrainer(allow_change=["seed"])
+    run(tiny_model, tmp_path / "r", max_steps=1)
+    with pytest.raises(ConfigError, match="there is no option sede"):
+        run(tiny_model, tmp_path / "r", resume="auto", allow_change=["sede"])
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tiny_model: str, tmp_path: Path, damage: str) -> None:
+    run(tiny_model, tmp_path / "whole")
+    run(tiny_model, tmp_path / "r")
+    newest = list_checkpoints(tmp_path / "r")[-1].path
+    file = newest / ("manifest.json" if damage == "manifest" else "model.safetensors")
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-10])
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        file.write_bytes(bytes(content) if damage == "flipped" else b"{")
+    intact, problems = newest_intact(tmp_path / "r")
+    assert intact is not None
+    assert intact.step == 3
+    assert str(file) in problems[0]
+    assert run(tiny_model, tmp_path / "r", resume="auto").steps == 4
+    events = [row["message"] for row in read_rows(tmp_path / "r", "events")]
+    assert any("checkpoint not used" in message and str(file) in message for message in events)
+    assert any("going on after step 3" in message for message in events)
+    assert newest_intact(tmp_path / "r")[0].step == 4
+
+
+def test_no_intact_checkpoint_never_means_starting_over(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "r", max_steps=2)
+    for checkpoint in list_checkpoints(tmp_path / "r"):
+        (checkpoint.path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is intact"):
+        run(tiny_model, tmp_path / "r", max_steps=3, resume="auto")
+    assert steps_of(tmp_path / "r") == [1, 2]
+
+
+def test_limits_and_best(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "r", max_steps=6, save_total_limit=2, best_metric="reward/mean")
+    rewards = {row["step"]: row["reward/mean"] for row in read_rows(tmp_path / "r", "metrics")}
+    best = max(rewards, key=lambda step: rewards[step])
+    assert {c.step for c in list_checkpoints(tmp_path / "r")} == {5, 6, best}
+    assert resolve_model(f"{tmp_path / 'r'}@best").endswith(f"step-{best}")
+    assert resolve_model(f"{tmp_path / 'r'}@5").endswith("step-5")
+    assert resolve_model(str(tmp_path / "r")).endswith("step-6")
+    with pytest.raises(CheckpointError, match="no checkpoint '77'"):
+        resolve_model(f"{tmp_path / 'r'}@77")
+
+
+def test_best_of_a_metric_there_is_not(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="best_metric: there is no metric 'eval/mean'"):
+        run(tiny_model, tmp_path / "r", best_metric="eval/mean")
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_a_full_disk_keeps_the_last_good_checkpoint(
+    tiny_model: str, tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device fills up while step 2 is written, and has room again for the last one."""
+
+    def write(path: Path, write_files: Any, state: dict[str, Any]) -> None:
+        def full(folder: Path) -> None:
+            write_files(folder)
+            raise OSError(28, "No space left on device")
+
+        write_checkpoint(path, full if path.name == "step-2" else write_files, state)
+
+    monkeypatch.setattr(actor_module, "write_checkpoint", write)
+    if policy == "stop":
+        with pytest.raises(CheckpointError, match=r"step-2 could not be written.*No space left"):
+            run(tiny_model, tmp_path / "r", checkpoint_errors=policy)
+        assert [c.step for c in list_checkpoints(tmp_path / "r")] == [1]
+    else:
+        assert run(tiny_model, tmp_path / "r", checkpoint_errors=policy).steps == 4
+        assert [c.step for c in list_checkpoints(tmp_path / "r")] == [1, 3, 4]
+        assert any("No space left" in row["message"] for row in read_rows(tmp_path / "r", "events"))
+    assert not list((tmp_path / "r" / "checkpoints").glob("*.partial"))
+    assert all(not c.problems() for c in list_checkpoints(tmp_path / "r"))
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_an_error(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, write_files: Any, state: dict[str, Any]) -> None:
+        raise CheckpointError("no space")
+
+    monkeypatch.setattr(actor_module, "write_checkpoint", write)
+    with pytest.raises(CheckpointError, match="no space"):
+        run(tiny_model, tmp_path / "r", save_steps=0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_lora": True, "beta": 0.1}, {"num_iterations": 2}])
+def test_replay_recomputes_a_step_exactly(tiny_model: str, tmp_path: Path, changes: dict[str, Any]) -> None:
+    run(tiny_model, tmp_path / "r", save_steps=2, max_steps=6, **changes)
+    for step in (1, 3, 6):  # from the start, from the checkpoint just before, over a step in between
+        result = replay(tmp_path / "r", step)
+        assert result.checkpoint == {1: 0, 3: 2, 6: 4}[step]
+        assert {"train/loss", "train/grad_norm", "train/entropy"} <= {m.name for m in result.metrics}
+        assert [m for m in result.metrics if m.difference != 0.0] == []
+        assert result.exact
+        assert result.gradient_norms
+    with pytest.raises(ConfigError, match="has no step 9"):
+        replay(tmp_path / "r", 9)
+
+
+def test_replay_shows_what_was_tampered_with(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "r", max_steps=2)
+    run(tiny_model, tmp_path / "other", max_steps=2, seed=5)
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-1")
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-1", tmp_path / "r" / "checkpoints" / "step-1")
+    result = replay(tmp_path / "r", 2)
+    assert not result.exact
+    assert any(m.name == "train/logprob_gap_max" and m.difference > 1e-4 for m in result.metrics)
+
+
+def test_the_commands(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tiny_model, tmp_path / "r", use_lora=True, max_steps=2, best_metric="reward/mean")
+
+    def mrl(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(list(arguments))
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out + captured.err
+
+    code, out = mrl("checkpoints", str(tmp_path / "r"), "--json")
+    assert code == 0
+    assert [row["step"] for row in json.loads(out)] == [1, 2]
+    code, out = mrl("checkpoints", str(tmp_path / "r"), "verify")
+    assert code == 0
+    assert out.count("intact") == 2
+    code, out = mrl("checkpoints", str(tmp_path / "r"), "export", str(tmp_path / "out"), "--merged")
+    assert code == 0
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out" / "trainer").exists()
+    code, out = mrl("checkpoints", str(tmp_path / "r"), "export", str(tmp_path / "out"))
+    assert code == 2
+    assert "not empty" in out
+    code, out = mrl("replay", str(tmp_path / "r"), "--step", "2", "--json")
+    assert code == 0
+    assert json.loads(out)["exact"] is True
+    code, out = mrl("replay", str(tmp_path / "r"), "--step", "2")
+    assert "exactly what was recorded" in out
+    (tmp_path / "r" / "checkpoints" / "step-2" / "adapter_model.safetensors").write_bytes(b"")
+    code, out = mrl("checkpoints", str(tmp_path / "r"), "verify")
+    assert code == 1
+    assert "DAMAGED" in out
+    assert "adapter_model.safetensors" in out
+    code, out = mrl("checkpoints", "nowhere")
+    assert code == 2
+
+
+def test_a_checkpoint_is_whole_or_absent(tmp_path: Path) -> None:
+    def broken(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        write_checkpoint(tmp_path / "step-1", broken, {})
+    assert list(tmp_path.iterdir()) == []
+    write_checkpoint(tmp_path / "step-1", lambda folder: (folder / "a").write_text("x"), {"step": 1})
+    checkpoint = Checkpoint(tmp_path / "step-1", 1)
+    assert checkpoint.problems() == []
+    assert checkpoint.state == {"step": 1}
