@@ -12,12 +12,13 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 from mrl.backends import BACKENDS, Resources, WorkerHandle
 from mrl.config import OrchestratorConfig
@@ -42,7 +43,8 @@ from mrl.store.checkpoints import SERVED, prune, remove_leftovers
 from mrl.store.run import RunStore
 from mrl.sync import SYNC_METHODS
 from mrl.sync.base import confirm
-from mrl.tracking import TRACKERS, RunInfo, Tracker
+from mrl.tracking import RunInfo, TrackerSet
+from mrl.tracking.base import Status
 from mrl.types import Group, SamplingParams, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 
@@ -54,7 +56,7 @@ class RunResult:
     """What a run came to."""
 
     run_dir: Path
-    status: Literal["finished", "interrupted"]
+    status: Status
     steps: int
     checkpoint: Path | None
     metrics: dict[str, float]
@@ -76,6 +78,7 @@ class Orchestrator:
         self.resume = resume
         self.point: ResumePoint | None = None
         self.stopping = False
+        self.outcome: Status = "failed"
         self.version = 0
         self.step = 0
         self.checkpointed = 0
@@ -92,7 +95,7 @@ class Orchestrator:
         self.prepared = await asyncio.to_thread(prepare, self.config)
         self.total_steps = total_steps(self.config, len(self.prepared.tasks))
         self.store = self._open_store()
-        self.trackers: list[Tracker] = [TRACKERS.get(name)() for name in self.config.run.report_to]
+        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
         self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
         self.sync = SYNC_METHODS.get(self.config.runtime.weight_sync_method)(self.run_dir / "weights")
         try:
@@ -100,21 +103,22 @@ class Orchestrator:
                 facts = await self._start_workers()
                 self._announce(facts)
                 await self._loop()
-            self.store.finish("finished" if self.step == self.total_steps else "interrupted")
+            self.outcome = "finished" if self.step == self.total_steps else "interrupted"
+            self.store.finish(self.outcome)
         except BaseException as error:
+            self.outcome = "failed"
             self.store.finish("failed", f"{type(error).__name__}: {error}")
             with contextlib.suppress(StoreError):  # which may be the very error
                 self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
             raise
         finally:
-            for tracker in self.trackers:
-                tracker.finish()
+            self.trackers.finish(self.outcome)
             await self.backend.close()
             self.sync.close()
             self.store.close()
         return RunResult(
             run_dir=self.run_dir,
-            status="finished" if self.step == self.total_steps else "interrupted",
+            status=self.outcome,
             steps=self.step,
             checkpoint=self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None,
             metrics=self.metrics,
@@ -170,8 +174,7 @@ class Orchestrator:
             metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
             metrics |= {"rollout/tokens": float(tokens), "rollout/tokens_per_second": tokens / self.seconds["step"]}
             self.store.write_step(self.step, metrics, groups)
-        for tracker in self.trackers:
-            tracker.log(self.step, metrics)
+        self.trackers.log(self.step, metrics)
         self._show_completions(groups)
         return metrics
 
@@ -201,8 +204,7 @@ class Orchestrator:
         self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self.eval_metrics["time/eval"] = perf_counter() - start
         self.store.write_eval(self.step, self.eval_metrics, groups)
-        for tracker in self.trackers:
-            tracker.log(self.step, self.eval_metrics)
+        self.trackers.log(self.step, self.eval_metrics)
 
     async def _checkpoint(self, *, last: bool) -> None:
         """Write one beside training; the last one is waited for."""
@@ -218,6 +220,7 @@ class Orchestrator:
             "random": random_state(),
             "tasks": fingerprint(self.prepared.tasks),
             "best": self.best,
+            "trackers": self.trackers.run_ids(),
             "in_flight": [],  # rollouts that were begun and not trained on: none in the synchronous loop
         }
         self.writing = self.step
@@ -345,9 +348,16 @@ class Orchestrator:
             "tasks": len(self.prepared.tasks),
             "held-out": len(self.prepared.eval_tasks),
         }
-        info = RunInfo(self.run_dir.name, self.run_dir, self.total_steps, self.config.to_dict(), shown)
-        for tracker in self.trackers:
-            tracker.start(info)
+        info = RunInfo(
+            self.run_dir.name,
+            self.run_dir,
+            self.total_steps,
+            self.config.to_dict(),
+            shown,
+            step=self.step,
+            resume_ids=self.point.state["trackers"] if self.point else {},
+        )
+        self.trackers.start(info)
         self.store.event("start", "workers are up", total_steps=self.total_steps, **facts)
         for notice in self.prepared.notices:
             self._note(notice)
@@ -367,17 +377,19 @@ class Orchestrator:
     def _evaluates(self) -> bool:
         return bool(self.prepared.eval_tasks)
 
+    def _tracker_failed(self, message: str) -> None:
+        self.store.event("tracker_failed", message, step=self.step)
+        print(message, file=sys.stderr)
+
     def _note(self, message: str) -> None:
         self.store.event("notice", message, step=self.step)
-        for tracker in self.trackers:
-            tracker.note(message)
+        self.trackers.note(message)
 
     def _show_completions(self, groups: list[Group]) -> None:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts[: self.config.run.log_completions]:
             text = rollout.messages[-1]["content"] if rollout.messages else ""
-            for tracker in self.trackers:
-                tracker.note(f"[{rollout.task_id}] reward {rollout.reward}\n{text}")
+            self.trackers.note(f"[{rollout.task_id}] reward {rollout.reward}\n{text}")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.sandbox import SANDBOXES
 from mrl.sync import SYNC_METHODS
-from mrl.tracking import TRACKERS
+from mrl.tracking import check_trackers
 from mrl.types import Task
 from mrl.workers.reward import RewardWorker
 
@@ -146,9 +146,9 @@ def check_names(config: OrchestratorConfig) -> None:
         (ENGINES, runtime.engine),
         (SYNC_METHODS, runtime.weight_sync_method),
         (SANDBOXES, config.reward.sandbox),
-        *((TRACKERS, name) for name in config.run.report_to),
     ):
         registry.get(name)  # type: ignore[attr-defined]
+    check_trackers(config.run.report_to)
 
 
 def _load(config: OrchestratorConfig, source: Any, split: str, max_samples: int | None) -> list[Task]:

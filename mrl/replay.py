@@ -11,6 +11,8 @@ from mrl.errors import CheckpointError, ConfigError
 from mrl.experience import make_batch
 from mrl.resume import is_description, stored_options
 from mrl.store.checkpoints import list_checkpoints
+from mrl.store.filters import Filter
+from mrl.store.read import RunReader
 from mrl.store.run import read_rows
 from mrl.types import Group, Rollout, Sample, Task
 
@@ -91,9 +93,9 @@ def _begin_from_checkpoint(run: Path, step: int, actor: Any) -> int:
 def _groups(run: Path, step: int) -> list[Group]:
     """The step's groups as they were scored, in their order."""
     groups: dict[str, Group] = {}
-    for row in read_rows(run, "rollouts"):
-        if row["step"] != step:
-            continue
+    with RunReader(run) as reader:
+        rows = list(reader.rollouts(Filter(step=step)))
+    for row in rows:
         fields = {name: row[name] for name in Rollout.__dataclass_fields__ if name in row}
         rollout = Rollout(**(fields | {"samples": [Sample(**sample) for sample in row["samples"]]}))
         groups.setdefault(rollout.task_id, Group(Task(rollout.task_id, rollout.prompt), [])).rollouts.append(rollout)

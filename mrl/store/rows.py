@@ -20,6 +20,9 @@ CONTENT_KEYS = ("step_rewards", "metrics", "extra", "seconds")
 LAST_MESSAGE = "last message"
 """Where the completion is when it is the text of the last message: it is not stored twice."""
 
+DEEPEST = 200
+"""Levels of lists and dicts that are kept."""
+
 
 def split_of(step_id: int) -> str:
     """`train` or `eval`, of a row in `steps`."""
@@ -89,19 +92,20 @@ def to_json(value: Any) -> bytes:
     return encoded.encode("utf-8", "surrogatepass")
 
 
-def jsonable(value: Any, finite: bool = False, depth: int = 50) -> Any:
+def jsonable(value: Any, finite: bool = False, inside: frozenset[int] = frozenset()) -> Any:
     """Plain JSON. `finite`: what is not finite becomes its name, for readers other than Python."""
     if isinstance(value, float):
         return str(value) if finite and not math.isfinite(value) else value
     if value is None or isinstance(value, (str, int, bool)):
         return value
-    if isinstance(value, (Mapping, list, tuple)) and depth == 0:
+    if not isinstance(value, (Mapping, list, tuple)):
+        return _plain(value)
+    if id(value) in inside or len(inside) > DEEPEST:
         return "…"
+    inside |= {id(value)}
     if isinstance(value, Mapping):
-        return {str(key): jsonable(inner, finite, depth - 1) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(inner, finite, depth - 1) for inner in value]
-    return _plain(value)
+        return {str(key): jsonable(inner, finite, inside) for key, inner in value.items()}
+    return [jsonable(inner, finite, inside) for inner in value]
 
 
 def _plain(value: Any) -> Any:

@@ -6,24 +6,21 @@ Its own settings hold: WANDB_PROJECT (else `mrl`), WANDB_NAME, WANDB_ENTITY, WAN
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from pathlib import Path
 
 from mrl.errors import ConfigError
 from mrl.tracking.base import RunInfo, Status
+from mrl.tracking.wandb_files import last_step
 
 EXIT_CODES: dict[Status, int] = {"finished": 0, "interrupted": 130, "failed": 1}
-
-WRITTEN_AFTER = 30.0
-"""Seconds after which a row is taken to be in W&B's file, which it flushes every 15."""
 
 
 class WandbTracker:
     """One W&B run per run, continued under the same id.
 
     W&B takes no step twice and none that goes backwards, so on a resume the rows it already has stay as they are and
-    are not sent again. Online it says itself where it stopped; offline a mark beside its files does.
+    are not sent again. Online it says itself where it stopped; offline the files of the run's earlier parts do.
     """
 
     requires = ("wandb",)
@@ -48,6 +45,7 @@ class WandbTracker:
         self.run_id = run.resume_ids.get("wandb") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
         folder = Path(os.environ.get("WANDB_DIR") or run.folder)
         folder.mkdir(parents=True, exist_ok=True)
+        recorded = last_step(folder / "wandb", self.run_id) if run.step else -1
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "mrl"),
             name=os.environ.get("WANDB_NAME", run.name),
@@ -58,33 +56,14 @@ class WandbTracker:
             reinit="create_new",  # leaves a run of the caller's own alone
             settings=wandb.Settings(console="off"),  # the terminal's display is no log
         )
-        self.mark = folder / "wandb" / f"last-step-{self.run_id}"
-        self.next_step = max(self.run.starting_step, _read(self.mark) + 1 if self.run.offline and run.step else 0)
-        self.step, self.marked, self.since = run.step, 0, time.monotonic()
+        self.next_step = max(self.run.starting_step, recorded + 1 if self.run.offline else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if step < self.next_step:
-            return
-        self.run.log(metrics, step=step)
-        if step > self.step and time.monotonic() - self.since > WRITTEN_AFTER:
-            self._write_mark(self.marked)
-            self.marked, self.since = self.step, time.monotonic()
-        self.step = step
+        if step >= self.next_step:
+            self.run.log(metrics, step=step)
 
     def note(self, message: str) -> None:
         self.run.write_logs(message)
 
     def finish(self, status: Status = "finished") -> None:
         self.run.finish(exit_code=EXIT_CODES[status])
-        self._write_mark(self.step)
-
-    def _write_mark(self, step: int) -> None:
-        if self.run.offline and step >= self.next_step:
-            self.mark.write_text(str(step))
-
-
-def _read(mark: Path) -> int:
-    try:
-        return int(mark.read_text())
-    except (OSError, ValueError):
-        return -1

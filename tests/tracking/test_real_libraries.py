@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import sqlite3
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -51,23 +50,11 @@ class Library:
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
-    """Records of every .wandb file, oldest first: protobufs in LevelDB's log format."""
-    from wandb.proto import wandb_internal_pb2 as pb
+    """Records of every .wandb file, oldest first."""
+    from mrl.tracking.wandb_files import records
 
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
-        data, at, part = path.read_bytes(), 7, b""
-        while at + 7 <= len(data):
-            if 32768 - at % 32768 < 7:
-                at += 32768 - at % 32768
-                continue
-            _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-            part += data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):  # whole, or the last part
-                record = pb.Record()
-                record.ParseFromString(part)
-                part = b""
-                yield record
+        yield from records(path)
 
 
 def read_wandb(folder: Path, run_id: str, metric: str) -> Points:
