@@ -1,4 +1,4 @@
-"""The command line: `mrl train`, `eval`, `sample`, `doctor`, `cache`.
+"""The command line: `mrl train`, `eval`, `sample`, `runs`, `checkpoints`, `replay`, `doctor`, `cache`.
 
 Results go to stdout (plain data with --json), progress and messages to stderr. What a user can mend ends with one
 message and exit code 2.
@@ -348,6 +348,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "train": (train, "train a model by reinforcement learning"),
     "eval": (evaluate, "measure a model: mean reward, pass@1, pass@k"),
     "sample": (sample, "print what a model says to a prompt"),
+    "runs": (_lazily("mrl.runs_cli:runs"), "list, show, compare, export and delete runs"),
     "checkpoints": (_lazily("mrl.checkpoints_cli:checkpoints"), "list, verify, export or publish a run's checkpoints"),
     "replay": (_lazily("mrl.checkpoints_cli:replay"), "recompute a recorded step and show what differs"),
     "doctor": (doctor, "what is installed, what works here, and why not"),

@@ -333,7 +333,7 @@ def _step_number(name: str) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-def _per_split(counts: dict[str, int]) -> str:
+def _per_split(counts: dict[Split, int]) -> str:
     return f"{counts['train']} of training, {counts['eval']} of evaluations"
 
 

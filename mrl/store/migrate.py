@@ -31,19 +31,20 @@ LEGACY = "before-migration"
 def migrate(folder: Path) -> int:
     """Bring the store in `folder` to this version; the version it had.
 
-    Raises StoreError when there is none, a newer one, or somebody is writing it.
+    Raises StoreError when there is none, or one that is not older, or somebody is writing it.
     """
     lock = RunLock(folder)
     try:
         found = version_of(folder)
         if found is None or found >= VERSION:
             check_version(folder)
-        for version in range(VERSION if found is None else found, VERSION):
+            raise StoreError(f"{folder} is of store version {VERSION} and needs no conversion")
+        for version in range(found, VERSION):
             try:
                 MIGRATIONS[version](folder)
             except (OSError, sqlite3.Error) as error:
                 raise StoreError(f"{folder} could not be converted from store version {version} ({error})") from error
-        return VERSION if found is None else found
+        return found
     finally:
         lock.release()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +28,10 @@ def last_step(folder: Path, run_id: str) -> int:
 def records(path: Path) -> Iterator[Any]:
     """The file's records, up to where a killed process left off."""
     from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record
 
+    protocol = importlib.import_module("wandb.proto.wandb_internal_pb2")
     for data in _frames(path.read_bytes()):
-        record = Record()
+        record = protocol.Record()
         try:
             record.ParseFromString(data)
         except DecodeError:

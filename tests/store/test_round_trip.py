@@ -181,7 +181,7 @@ def test_columns_that_json_does_not_know_break_nothing(tmp_path: Path) -> None:
     rollout = Rollout("r", "t", np.int64(0), [], [], prompt="x", extra=odd, reward=np.float64(0.5))  # type: ignore[arg-type]
     store = RunStore(tmp_path / "run", OrchestratorConfig())
     store.write_step(1, {}, [Group(task, [rollout])])
-    store.event("odd", "one", **{"a": {1, 2}, "b": math.nan})
+    store.event("odd", "one", a={1, 2}, b=math.nan)
     store.close()
     (row,) = read_rows(tmp_path / "run", "rollouts")
     assert row["extra"]["np"] == 7
@@ -199,4 +199,7 @@ def test_a_task_whose_content_changes_keeps_what_it_was(tmp_path: Path, columns:
     store.close()
     assert [row["prompt"] for row in read_rows(tmp_path / "run", "rollouts")] == ["one", "one", "two"]
     with RunReader(tmp_path / "run") as reader:
-        assert [(t["prompt"], t["columns"], t["rollouts"]) for t in reader.tasks()] == [("one", columns, 2), ("two", columns, 1)]
+        assert [(t["prompt"], t["columns"], t["rollouts"]) for t in reader.tasks()] == [
+            ("one", columns, 2),
+            ("two", columns, 1),
+        ]

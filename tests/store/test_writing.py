@@ -1,4 +1,4 @@
-"""One writer: replaced and not doubled, refused and not raced, failing aloud; killed at any moment, the store is whole."""
+"""One writer: replaced and not doubled, refused and not raced, failing aloud, whole after any kill."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_slow_disk_slows_the_loop_and_does_not_fill_the_memory(tmp_path: Path)
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="run_dir: .* cannot be written .*; choose another"):
+    with pytest.raises(ConfigError, match=r"run_dir: .* cannot be written .*; choose another"):
         RunStore(tmp_path / "file" / "run", CONFIG)
     with pytest.raises(StoreError, match="holds no run"):
         RunStore.reopen(tmp_path / "nothing")
@@ -264,29 +264,37 @@ KILLED = """
 KILLS = 24
 
 
-def test_killed_at_any_moment_the_store_has_whole_steps_only(tmp_path: Path) -> None:
-    """The process is forked from one that has everything imported: a kill takes milliseconds, not seconds."""
-    folder, chance, done = tmp_path / "a", random.Random(0), 0
-    code = compile(textwrap.dedent(KILLED), "killed", "exec")
-    for kill in range(KILLS):
-        ready, tell = os.pipe()
+FORKS = """
+    import os, sys
+    import mrl.store.run, mrl.store.rows  # all imports once: a kill takes milliseconds, not seconds
+    for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            try:
-                os.dup2(tell, 1)
-                sys.stdout = os.fdopen(1, "w")
-                sys.argv = ["killed", str(folder), str(done)]
-                exec(code, {"__name__": "killed"})
-            finally:
-                os._exit(1)
-        os.close(tell)
-        assert os.read(ready, 6) == b"ready\n"
-        os.close(ready)
-        time.sleep(chance.uniform(0, 0.15))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        done = check_whole(folder, at_least=done, check_file=kill % 6 == 0)
-    assert done > KILLS
+            sys.argv = ["killed", *line.split()]
+            exec(WORK, {"__name__": "killed"})
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("gone", flush=True)
+"""
+
+
+def test_killed_at_any_moment_the_store_has_whole_steps_only(tmp_path: Path) -> None:
+    folder, chance, done = tmp_path / "a", random.Random(0), 0
+    code = textwrap.dedent(FORKS).replace("WORK", repr(textwrap.dedent(KILLED)))
+    command = [sys.executable, "-u", "-W", "ignore", "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin
+        assert parent.stdout
+        for kill in range(KILLS):
+            parent.stdin.write(f"{folder} {done}\n")
+            parent.stdin.flush()
+            said = sorted(parent.stdout.readline().strip() for _ in range(2))  # the child's number, and "ready"
+            time.sleep(chance.uniform(0, 0.2))
+            os.kill(int(said[0]), signal.SIGKILL)
+            assert parent.stdout.readline() == "gone\n"
+            done = check_whole(folder, at_least=done, check_file=kill % 6 == 0)
+        parent.stdin.close()
+    assert done >= KILLS
     assert summarize(folder).status == "died"
     assert summarize(folder).resumes == KILLS - 1
 

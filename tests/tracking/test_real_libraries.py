@@ -199,6 +199,30 @@ def test_what_is_not_finite_is_seen(library: Library, tmp_path: Path) -> None:
         assert library.read(tmp_path, run_id, "train/kl/non_finite") == {1: 1.0}
 
 
+def test_a_long_run_offline_is_resumed_where_its_files_end(tmp_path: Path) -> None:
+    from mrl.tracking.wandb_files import last_step
+
+    trackers = TrackerSet(["wandb"], pytest.fail)
+    trackers.start(RunInfo("my-run", tmp_path, 1000, CONFIG))
+    for step in range(1, 301):
+        trackers.log(step, {f"reward/{name}/mean": 1.0 for name in range(20)})
+    ids = trackers.run_ids()
+    trackers.finish()
+    assert last_step(tmp_path / "wandb", ids["wandb"]) == 300
+    assert len(read_wandb(tmp_path, ids["wandb"], "reward/19/mean")) == 300
+    path = next(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    path.write_bytes(path.read_bytes()[:200_000])  # a killed process
+    run_steps(tmp_path, ["wandb"], range(290, 311), ids=ids)
+    assert sorted(read_wandb(tmp_path, ids["wandb"], "reward/mean"))[-1] == 310
+    assert last_step(tmp_path / "wandb", "another") == -1
+
+
+def test_wandb_disabled_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    ids = run_steps(tmp_path, ["wandb"], range(1, 4))
+    assert run_steps(tmp_path, ["wandb"], range(3, 6), ids=ids) == ids
+
+
 def test_two_runs_of_one_name_stay_apart_in_trackio(tmp_path: Path) -> None:
     from trackio.sqlite_storage import SQLiteStorage
 
