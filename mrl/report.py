@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.store.run import read_rows
+from mrl.store.filters import Filter
+from mrl.store.read import RunReader
 
 SMOOTHING_STEPS = 10
 PNG = "reward.png"
@@ -29,14 +30,15 @@ class Curve:
 
 
 def read_curve(run: Path) -> Curve:
-    """The rewards recorded in a run's folder."""
-    trained = [row for row in read_rows(run, "metrics") if "reward/mean" in row]
-    held_out = [row for row in read_rows(run, "eval_metrics") if "eval/pass_rate" in row]
+    """The rewards recorded in a run's folder. Raises StoreError when it has no store that can be read."""
+    with RunReader(run) as reader:
+        trained = reader.series("reward/mean")
+        held_out = reader.series("eval/pass_rate", "eval")
     return Curve(
-        [row["step"] for row in trained],
-        [row["reward/mean"] for row in trained],
-        [row["step"] for row in held_out],
-        [row["eval/pass_rate"] for row in held_out],
+        [step for step, _ in trained],
+        [reward for _, reward in trained],
+        [step for step, _ in held_out],
+        [rate for _, rate in held_out],
     )
 
 
@@ -84,12 +86,14 @@ def before_and_after(run: Path, count: int = 5) -> list[dict[str, Any]]:
     Tasks whose reward changed are shown in proportion to their number, improved or not. Empty when the run was not
     evaluated at least twice.
     """
-    by_step: dict[int, dict[str, dict[str, Any]]] = {}
-    for row in read_rows(run, "eval_rollouts"):
-        by_step.setdefault(row["step"], {})[row["task_id"]] = row
-    if len(by_step) < 2:
-        return []
-    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    with RunReader(run) as reader:
+        steps = [row["step"] for row in reader.steps("eval")]
+        if len(steps) < 2:
+            return []
+        first, last = (
+            {row["task_id"]: row for row in reader.rollouts(Filter("eval", step=step))}
+            for step in (steps[0], steps[-1])
+        )
     pairs = [
         {
             "task_id": task_id,

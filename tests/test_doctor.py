@@ -93,7 +93,7 @@ def test_a_broken_default_makes_the_report_not_ok(monkeypatch: pytest.MonkeyPatc
 
 def test_members_that_do_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wants_vllm.py").write_text("import vllm_that_is_not_here\n")
-    (tmp_path / "wants_known.py").write_text("raise ModuleNotFoundError('No module named ray', name='ray')\n")
+    (tmp_path / "wants_known.py").write_text("raise ModuleNotFoundError('No module named wandb', name='wandb')\n")
     (tmp_path / "broken_wheel.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -102,7 +102,7 @@ def test_members_that_do_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     assert not any(c.ok for c in found.values())
     assert found["wants_vllm"].detail == "vllm-that-is-not-here is not installed"
-    assert found["wants_known"].fix == "pip install ray"
+    assert found["wants_known"].fix == "pip install wandb"
     assert "libcudart" in found["broken_wheel"].detail
     assert "reinstall" in found["broken_wheel"].fix
     assert "SystemExit" in found["leaves"].detail

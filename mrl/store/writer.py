@@ -37,12 +37,12 @@ class Writer:
     def submit(self, job: Job) -> None:
         """Hand over a transaction. Raises StoreError when an earlier one failed: nothing is written after a failure."""
         self._check()
-        self._queue.put(job)
+        self._put(job)
 
     def flush(self) -> None:
         """Return when all that was handed over is on the disk. Raises StoreError."""
         done = threading.Event()
-        self._queue.put(done)
+        self._put(done)
         done.wait()
         self._check()
         try:
@@ -58,6 +58,11 @@ class Writer:
             self._thread.join()
         if not self._raised:
             self._check()
+
+    def _put(self, item: Job | threading.Event) -> None:
+        if not self._thread.is_alive():
+            raise StoreError(f"run store {self.path} is closed")
+        self._queue.put(item)
 
     def _check(self) -> None:
         if self.error is not None:

@@ -180,6 +180,8 @@ def test_close_raises_what_nobody_was_told(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="syntax error"):
         store.close()
     RunStore.reopen(tmp_path / "a").close()  # and lets go of the run
+    with pytest.raises(StoreError, match="is closed"):
+        store.event("too", "late")
 
 
 FULL_DISK = """
