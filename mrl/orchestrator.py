@@ -94,10 +94,10 @@ class Orchestrator:
         self.config.model.model = pin_model(self.config.model.model)
         self.prepared = await asyncio.to_thread(prepare, self.config)
         self.total_steps = total_steps(self.config, len(self.prepared.tasks))
-        self.store = self._open_store()
         self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
         self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
         self.sync = SYNC_METHODS.get(self.config.runtime.weight_sync_method)(self.run_dir / "weights")
+        self.store = self._open_store()
         try:
             with self._interrupts():
                 facts = await self._start_workers()
@@ -334,11 +334,15 @@ class Orchestrator:
             self.step, self.version, self.best = state["step"], state["policy_version"], state["best"]
             self.checkpointed = self.step
         store = RunStore.reopen(self.run_dir)
-        record_options(self.run_dir, self.config)
-        store.rewind(self.step if self.point is not None else -1)
-        remove_leftovers(self.run_dir)
-        shutil.rmtree(self.run_dir / "weights", ignore_errors=True)
-        store.event("resume", f"going on after step {self.step}", step=self.step)
+        try:
+            record_options(self.run_dir, self.config)
+            store.rewind(self.step if self.point is not None else -1)
+            remove_leftovers(self.run_dir)
+            shutil.rmtree(self.run_dir / "weights", ignore_errors=True)
+            store.event("resume", f"going on after step {self.step}", step=self.step)
+        except BaseException:
+            store.close()  # lets another process have the run
+            raise
         return store
 
     def _announce(self, facts: dict[str, Any]) -> None:

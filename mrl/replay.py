@@ -13,8 +13,9 @@ from mrl.resume import is_description, stored_options
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
+from mrl.store.rows import to_rollout
 from mrl.store.run import read_rows
-from mrl.types import Group, Rollout, Sample, Task
+from mrl.types import Group, Task
 
 
 @dataclass
@@ -96,8 +97,7 @@ def _groups(run: Path, step: int) -> list[Group]:
     with RunReader(run) as reader:
         rows = list(reader.rollouts(Filter(step=step)))
     for row in rows:
-        fields = {name: row[name] for name in Rollout.__dataclass_fields__ if name in row}
-        rollout = Rollout(**(fields | {"samples": [Sample(**sample) for sample in row["samples"]]}))
+        rollout = to_rollout(row)
         groups.setdefault(rollout.task_id, Group(Task(rollout.task_id, rollout.prompt), [])).rollouts.append(rollout)
     return list(groups.values())
 

@@ -105,7 +105,7 @@ def _import_step(
         for _ in rows:
             pass
         return
-    values = {name: _value(value) for name, value in metrics.items() if name not in ("step", "time")}
+    values = {name: number(_value(value)) for name, value in metrics.items() if name not in ("step", "time")}
     write_record(db, split, metrics["step"], metrics["time"], values, list(_groups(rows)))
 
 
@@ -131,9 +131,7 @@ def _floats(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    if value in ("nan", "inf", "-inf"):
-        return number(value)
-    return value
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -75,7 +75,7 @@ def lets_through(where: Filter, row: dict[str, Any]) -> bool:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(where=FILTERS, size=st.integers(1, 30), offset=st.integers(0, 60), newest=st.booleans(), few=st.booleans())
 def test_pages_are_what_filtering_everything_gives(
     mixed: Path, where: Filter, size: int, offset: int, newest: bool, few: bool
@@ -189,11 +189,11 @@ def test_what_is_no_store_is_refused(make_run: Callable[..., Path], content: byt
         RunReader(folder)
 
 
-def as_version_0(folder: Path, make_groups: Any) -> dict[str, Any]:
+def as_version_0(folder: Path, make_groups: Any) -> dict[int, list[Group]]:
     """Make of `folder` what version 0 wrote, with a last step that was cut short."""
     (folder / "run.db").unlink()
     groups = {step: make_groups(step, failed=1) for step in (1, 2, 3)}
-    groups[1][0].rollouts[1].reward = float("inf")
+    groups[1][0].rollouts[1].reward, groups[1][1].rollouts[0].reward = float("inf"), float("nan")
     files: dict[str, list[Any]] = {
         name: [] for name in ("metrics", "rollouts", "eval_metrics", "eval_rollouts", "events")
     }
@@ -209,7 +209,7 @@ def as_version_0(folder: Path, make_groups: Any) -> dict[str, Any]:
     for name, rows in files.items():
         text = "".join(json.dumps(jsonable(row, finite=True)) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text + '{"step": 3, "cut' * (name == "rollouts"))
-    return {"groups": groups}
+    return groups
 
 
 def test_version_0_is_refused_with_the_command_and_migrates(make_run: Callable[..., Path], make_groups: Any) -> None:
@@ -227,7 +227,7 @@ def test_version_0_is_refused_with_the_command_and_migrates(make_run: Callable[.
             assert [step["step"] for step in reader.steps()] == [1, 2]  # whole steps only
             assert str(reader.metrics(1)["train/loss"]) == "nan"
             rows = list(reader.rollouts())
-            assert [to_rollout(r) for r in rows] == [r for s in (1, 2) for g in before["groups"][s] for r in g.rollouts]
+            assert repr(list(map(to_rollout, rows))) == repr([r for s in (1, 2) for g in before[s] for r in g.rollouts])
             assert reader.series("eval/mean", "eval") == [(0, 0.25)]
             assert reader.count(Filter("eval")) == 2
             assert [(e["message"], e["more"]) for e in reader.events()] == [("hi", [1])]

@@ -79,7 +79,7 @@ def rollouts(draw: st.DrawFn) -> tuple[Task, Rollout]:
     return Task("t", prompt, draw(st.dictionaries(TEXT, JSON, max_size=2))), rollout
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(samples(), max_size=3))
 def test_samples_bit_for_bit(given_samples: list[Sample]) -> None:
     found = [Sample(**sample) for sample in decode_samples(encode_samples(given_samples))]
@@ -94,7 +94,7 @@ def bits(values: list[float]) -> list[bytes]:
     return [struct.pack("<d", math.nan if value != value else value) for value in values]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(rollouts())
 def test_rollouts_field_by_field(pair: tuple[Task, Rollout]) -> None:
     task, rollout = pair

@@ -179,7 +179,8 @@ def test_close_raises_what_nobody_was_told(tmp_path: Path) -> None:
     store._writer.submit(lambda db: db.execute("no such SQL") and None)
     with pytest.raises(StoreError, match="syntax error"):
         store.close()
-    RunStore.reopen(tmp_path / "a").close()  # and lets go of the run
+    store = RunStore.reopen(tmp_path / "a")  # it has let go of the run
+    store.close()
     with pytest.raises(StoreError, match="is closed"):
         store.event("too", "late")
 

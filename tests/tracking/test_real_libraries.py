@@ -53,8 +53,15 @@ def wandb_records(folder: Path) -> Iterator[Any]:
     """Records of every .wandb file, oldest first."""
     from mrl.tracking.wandb_files import records
 
+    settle()
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
         yield from records(path)
+
+
+def settle() -> None:
+    """W&B's service closes its file some milliseconds after `finish` returned; this waits for it to end."""
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()
 
 
 def read_wandb(folder: Path, run_id: str, metric: str) -> Points:
@@ -154,6 +161,7 @@ def run_steps(
             trackers.note(f"evaluated after {step}")
     found = trackers.run_ids()
     trackers.finish()
+    settle()
     assert said == []
     return found
 
@@ -208,6 +216,7 @@ def test_a_long_run_offline_is_resumed_where_its_files_end(tmp_path: Path) -> No
         trackers.log(step, {f"reward/{name}/mean": 1.0 for name in range(20)})
     ids = trackers.run_ids()
     trackers.finish()
+    settle()
     assert last_step(tmp_path / "wandb", ids["wandb"]) == 300
     assert len(read_wandb(tmp_path, ids["wandb"], "reward/19/mean")) == 300
     path = next(tmp_path.glob("wandb/offline-run-*/*.wandb"))
