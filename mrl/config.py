@@ -276,7 +276,8 @@ class RunConfig(_Section):
     run_name: str | None = None
     """Name of the run; None = from model, dataset and time."""
     report_to: list[str] = Field(default_factory=lambda: ["console"])
-    """Trackers told of every step, besides the run's own folder: `console` (live progress); an empty list for none."""
+    """Trackers told of every step, besides the run's own folder: console (live progress), jsonl, wandb, trackio,
+    tensorboard, mlflow (docs/tracking.md); an empty list for none."""
     log_completions: int = Field(0, ge=0)
     """Print so many sampled completions with their rewards after each step."""
     resume: str | None = None

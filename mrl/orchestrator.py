@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -383,7 +382,7 @@ class Orchestrator:
 
     def _tracker_failed(self, message: str) -> None:
         self.store.event("tracker_failed", message, step=self.step)
-        print(message, file=sys.stderr)
+        self.trackers.note(message)
 
     def _note(self, message: str) -> None:
         self.store.event("notice", message, step=self.step)

@@ -73,7 +73,6 @@ class TrackerSet:
 
     def finish(self, status: Status = "finished") -> None:
         """Let every tracker write out what it holds, for a bounded time. Does nothing the second time."""
-        self._ids = self.run_ids()
         deadline = time.monotonic() + FINISH_SECONDS
         waiting = [lane for lane in self._lanes if isinstance(lane, _Lane)]
         self._lanes = [lane for lane in self._lanes if not isinstance(lane, _Lane)]
@@ -81,6 +80,7 @@ class TrackerSet:
             lane.put("finish", status)
         for lane in waiting:
             lane.wait(deadline)
+        self._ids |= {lane.name: run_id for lane in [*waiting, *self._lanes] if (run_id := lane.run_id())}
         self._tell_messages()  # while there is still somebody to show them
         self._tell("finish", status)
         self._lanes = []
@@ -160,6 +160,7 @@ class _Lane(_Direct):
 
     def wait(self, deadline: float) -> None:
         """Wait for the thread to end. A daemon: what hangs does not keep the process."""
+        self._patient = False
         if self._thread is None:
             return
         self._thread.join(max(deadline - time.monotonic(), 0.0))
