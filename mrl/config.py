@@ -83,7 +83,7 @@ class DataConfig(_Section):
     eval_split: str | None = None
     """Split to evaluate on, e.g. `heldout`, `test`; None = `train` of `eval_dataset`."""
     eval_samples: int | None = Field(64, ge=1)
-    """How many held-out tasks an evaluation uses; None = all."""
+    """How many held-out tasks an evaluation uses, drawn once by `seed`; None = all."""
     prompt_column: str | None = None
     """Column that holds the prompt, when it is not called `prompt`."""
     rename: dict[str, str] = Field(default_factory=dict)

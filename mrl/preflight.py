@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from mrl.rollouts.prompts import PromptEncoder
 from mrl.sandbox import SANDBOXES
 from mrl.sync import SYNC_METHODS
 from mrl.tracking import check_trackers
-from mrl.types import Task
+from mrl.types import Task, derive_seed
 from mrl.workers.reward import RewardWorker
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ def load_eval_tasks(config: OrchestratorConfig) -> list[Task]:
             raise ConfigError("eval_steps needs held-out tasks: set eval_split or eval_dataset")
         return []
     source = next(s for s in (data.eval_dataset, data.train_dataset, data.dataset_name) if s is not None)
-    return _load(config, source, data.eval_split or "train", data.eval_samples)
+    tasks = _load(config, source, data.eval_split or "train", None)
+    if data.eval_samples is None or data.eval_samples >= len(tasks):
+        return tasks
+    # Drawn, not the first: files are often sorted by kind.
+    return random.Random(derive_seed(config.training.seed, "held-out")).sample(tasks, data.eval_samples)
 
 
 def total_steps(config: OrchestratorConfig, tasks: int) -> int:

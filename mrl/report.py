@@ -77,7 +77,7 @@ def draw_terminal(run: Path, width: int = 76, height: int = 16) -> str:
     if curve.eval_steps:
         plotext.plot(curve.eval_steps, curve.eval_pass_rates, label="held-out pass rate", marker="o")
     plotext.xlabel("step")
-    return str(plotext.build())
+    return str(plotext.uncolorize(plotext.build()))
 
 
 def before_and_after(run: Path, count: int = 5) -> list[dict[str, Any]]:
