@@ -305,7 +305,7 @@ FAMILIES: dict[str, Family] = {
     "list_filter": Family(list_filter, care=0.3, habit="boundary"),
     "list_fold": Family(list_fold, care=0.3, habit="boundary"),
     "ranges": Family(ranges, share=0.5, care=0.25, habit="off_by_one"),
-    "number_steps": Family(number_steps, share=1.6, care=0.35, habit="order"),
-    "string_steps": Family(string_steps, share=2.0, care=0.35, habit="order"),
-    "list_steps": Family(list_steps, share=1.6, care=0.4, habit="order"),
+    "number_steps": Family(number_steps, share=1.2, care=0.3, habit="order"),
+    "string_steps": Family(string_steps, share=2.0, care=0.3, habit="order"),
+    "list_steps": Family(list_steps, share=0.7, care=0.3, habit="order"),
 }

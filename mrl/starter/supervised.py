@@ -18,7 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Schedule:
-    steps: int = 2200
+    steps: int = 2000
     batch_size: int = 48
     learning_rate: float = 3e-3
     warmup: int = 100
