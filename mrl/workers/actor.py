@@ -186,19 +186,22 @@ class ActorWorker:
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
-        self.scheduler.step()
+        self._advance_schedule()
         self.optimizer.zero_grad(set_to_none=True)
         metrics.update(loss, grad_norm, skipped=not finite)
         self._watch_for_divergence(finite, loss, grad_norm)
 
     def _pass_over(self) -> dict[str, float]:
         """A step that teaches nothing: no update, but the schedule goes on."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch would have the optimizer step first
-            for _ in range(self.config.num_iterations):
-                self.scheduler.step()
+        for _ in range(self.config.num_iterations):
+            self._advance_schedule()
         rate = float(self.scheduler.get_last_lr()[0])
         return {"train/tokens": 0.0, "train/updates_skipped": 0.0, "train/learning_rate": rate}
+
+    def _advance_schedule(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns when the first update was skipped
+            self.scheduler.step()
 
     def _part_loss(self, part: Rows, metrics: StepMetrics) -> Tensor:
         """This micro-batch's share of the batch's loss."""
