@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -33,6 +34,9 @@ EVAL_OPTIONS = [
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the `mrl` command. Exits with 0, with 2 for what the user can mend, with 130 after Ctrl-C."""
+    # Waiting threads that spin take the cores from whatever else runs, a sandbox for one: on a busy machine a training
+    # step then takes ten times as long. Has to be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if argv is None else argv
     try:
         sys.exit(_dispatch(arguments))
