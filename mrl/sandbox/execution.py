@@ -60,6 +60,8 @@ class Answer:
     """`raised`: the exception's type. `value` that is no plain data: the type's name, with `opaque=True`."""
     detail: str = ""
     opaque: bool = False
+    bases: tuple[str, ...] = ()
+    """`raised`: the names of the type and its bases, most derived first."""
 
 
 @dataclass(slots=True)

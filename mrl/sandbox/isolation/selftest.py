@@ -1,0 +1,3 @@
+"""placeholder"""
+def choose(layer, unsafe, python):
+    return "A" if layer == "auto" else layer
