@@ -41,7 +41,7 @@ class Slot:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self.process = subprocess.Popen(
-                [python, "-I", "-S", "-B", "-X", "utf8", "-c", _LOADER, str(Path(__file__).parents[1])],
+                [python, "-I", "-S", "-X", "utf8", "-c", _LOADER, str(Path(__file__).parents[1])],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
