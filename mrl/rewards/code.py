@@ -61,7 +61,7 @@ class CodeReward:
     bounded = True  # by each program's limits
 
     def __init__(self, sandbox: Sandbox | None = None, limits: Limits | None = None, name: str = "sandbox") -> None:
-        """sandbox: default, the shared process sandbox."""
+        """sandbox: default, one for the whole process, as `sandbox: auto` makes it."""
         self.name = name
         self._sandbox, self._limits = sandbox, limits or Limits()
 
@@ -252,9 +252,9 @@ def _run_blocking(sandbox: Sandbox, programs: list[Program]) -> list[Verdict]:
 @functools.cache
 def _shared() -> Sandbox:
     """For callers that bring no sandbox: started once, ends with the process."""
-    from mrl.sandbox.process import ProcessSandbox
+    from mrl.sandbox.local import make_auto
 
-    sandbox = ProcessSandbox()
+    sandbox = make_auto()
     atexit.register(sandbox.shutdown)
     return sandbox
 

@@ -18,7 +18,7 @@ EndStatus = Literal[
     "memory",
     "crashed",
     "killed",
-    "exited",  # it left before it was done (sys.exit, os._exit, whatever the exit code)
+    "exited",  # it left before it was done (sys.exit, os._exit); a script: with an exit code other than 0
     "output_limit",
     "protocol",
     "sandbox_error",
@@ -44,9 +44,10 @@ class Execution:
     calls: tuple[Call, ...] = ()
     stdin: str = ""
     limits: Limits = Limits()
-    peer: str | None = None
-    """Trusted test code that runs in a second sandboxed process, where the names of `code` are proxies to the first
-    process (only plain data crosses). Its own outcome is `Observation.peer`."""
+    peer: tuple[str, ...] | None = None
+    """Trusted tests, each the text of some statements. They run one after the other, in one namespace, in a second
+    sandboxed process, where the names of `code` are proxies to the first process (only plain data crosses). A test
+    that raises does not stop the next. Their outcomes are `Observation.peer`, one per test."""
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class Observation:
     cpu_seconds: float = 0.0
     peak_memory_mb: float = 0.0
     peer: list[Answer] | None = None
-    """With `Execution.peer`: one answer per test the peer ran (`value` True = it held, `raised` = its assertion)."""
+    """With `Execution.peer`: one answer per test (`value` True = it held, `raised` = it did not, `unanswered`)."""
     detail: str = ""
     """For `sandbox_error`: what went wrong with us."""
 
