@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 100
@@ -43,10 +44,13 @@ class Opaque:
         return f"<{self.type_name}{': ' + self.reason if self.reason else ''}>"
 
 
-def dumps(value: Any) -> str:
-    """ASCII text of any value; what is too deep, too large or not plain at any place is Opaque as a whole."""
+def dumps(value: Any, keep: Callable[[Any], Opaque] | None = None) -> str:
+    """ASCII text of any value; what is too deep, too large or not plain at any place is Opaque as a whole.
+
+    keep: called for each object inside that is not plain, to stand for it; then the rest crosses.
+    """
     try:
-        text = json.dumps(_encode(value, 0, [MAX_NODES]), separators=(",", ":"))
+        text = json.dumps(_encode(value, 0, [MAX_NODES], keep), separators=(",", ":"))
         if len(text) <= MAX_BYTES:
             return text
         reason = f"more than {MAX_BYTES} bytes"
@@ -55,12 +59,15 @@ def dumps(value: Any) -> str:
     return json.dumps({"o": [type_name(value), reason]})
 
 
-def loads(text: str | bytes) -> Any:
-    """The value of `dumps`' text, from a writer nobody trusts. Raises PlainError."""
+def loads(text: str | bytes, restore: Callable[[Opaque], Any] | None = None) -> Any:
+    """The value of `dumps`' text, from a writer nobody trusts. Raises PlainError.
+
+    restore: called for each Opaque inside; what it returns takes its place.
+    """
     if len(text) > MAX_BYTES:
         raise PlainError(f"more than {MAX_BYTES} bytes")
     try:
-        return _decode(json.loads(text, parse_constant=_refuse), 0)
+        return _decode(json.loads(text, parse_constant=_refuse), 0, restore)
     except PlainError:
         raise
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
@@ -80,13 +87,13 @@ def type_name_of(kind: type) -> str:
 def is_plain(value: Any) -> bool:
     """Whether it crosses as itself."""
     try:
-        _encode(value, 0, [MAX_NODES])
+        _encode(value, 0, [MAX_NODES], None)
     except PlainError:
         return False
     return True
 
 
-def _encode(value: Any, depth: int, left: list[int]) -> Any:
+def _encode(value: Any, depth: int, left: list[int], keep: Callable[[Any], Opaque] | None) -> Any:
     kind = type(value)
     left[0] -= 1
     if left[0] < 0:
@@ -107,25 +114,27 @@ def _encode(value: Any, depth: int, left: list[int]) -> Any:
         raise PlainError(f"nested deeper than {MAX_DEPTH}")
     depth += 1
     if kind is list:
-        return [_encode(item, depth, left) for item in value]
+        return [_encode(item, depth, left, keep) for item in value]
     if kind is tuple:
-        return {"t": [_encode(item, depth, left) for item in value]}
+        return {"t": [_encode(item, depth, left, keep) for item in value]}
     if kind is dict or kind in _AS_DICT:
         pairs = dict.items(value)
-        return {"d": [[_encode(key, depth, left), _encode(item, depth, left)] for key, item in pairs]}
+        return {"d": [[_encode(key, depth, left, keep), _encode(item, depth, left, keep)] for key, item in pairs]}
     if kind is set or kind is frozenset:
-        return {"s" if kind is set else "z": [_encode(item, depth, left) for item in value]}
+        return {"s" if kind is set else "z": [_encode(item, depth, left, keep) for item in value]}
     if kind is bytes:
         return {"b": value.hex()}
     if kind is complex:
-        return {"c": [_encode(value.real, depth, left), _encode(value.imag, depth, left)]}
+        return {"c": [_encode(value.real, depth, left, keep), _encode(value.imag, depth, left, keep)]}
+    if keep is not None:
+        return _encode(keep(value), depth, left, None)
     raise PlainError(f"holds a {type_name(value)}" if depth > 1 else "")
 
 
-def _decode(node: Any, depth: int) -> Any:
+def _decode(node: Any, depth: int, restore: Callable[[Opaque], Any] | None) -> Any:
     kind = type(node)
     if kind is list:
-        return _decode_items(node, depth)
+        return _decode_items(node, depth, restore)
     if kind is not dict:
         return node
     if len(node) != 1:
@@ -134,13 +143,15 @@ def _decode(node: Any, depth: int) -> Any:
     if tag in "tszd" and type(body) is not list:
         raise PlainError(f"tag {tag[:20]!r} without an array")
     if tag == "t":
-        return tuple(_decode_items(body, depth))
+        return tuple(_decode_items(body, depth, restore))
     if tag == "d":
-        pairs = [_pair(_decode_items(pair, depth + 1)) for pair in body if type(pair) is list or _refuse("a pair")]
+        if not all(type(pair) is list for pair in body):
+            raise PlainError("tag 'd' without pairs")
+        pairs = [_pair(_decode_items(pair, depth + 1, restore)) for pair in body]
         _spread([key for key, _ in pairs])
         return dict(pairs)
     if tag in ("s", "z"):
-        items = _spread(_decode_items(body, depth))
+        items = _spread(_decode_items(body, depth, restore))
         return set(items) if tag == "s" else frozenset(items)
     if tag == "i" and type(body) is str:
         return int(body, 16)
@@ -149,20 +160,21 @@ def _decode(node: Any, depth: int) -> Any:
     if tag == "b" and type(body) is str:
         return bytes.fromhex(body)
     if tag == "c" and type(body) is list:
-        real, imag = _pair(_decode_items(body, depth))
+        real, imag = _pair(_decode_items(body, depth, restore))
         if type(real) is float and type(imag) is float:
             return complex(real, imag)
     if tag == "o" and type(body) is list:
         name, reason = _pair(body)
         if type(name) is str and type(reason) is str:
-            return Opaque(name[:100], reason[:500])
+            opaque = Opaque(name[:100], reason[:500])
+            return opaque if restore is None else restore(opaque)
     raise PlainError(f"unknown tag or body: {tag[:20]!r}")
 
 
-def _decode_items(items: list[Any], depth: int) -> list[Any]:
+def _decode_items(items: list[Any], depth: int, restore: Callable[[Opaque], Any] | None) -> list[Any]:
     if depth >= MAX_DEPTH + 2:
         raise PlainError(f"nested deeper than {MAX_DEPTH}")
-    return [_decode(item, depth + 1) for item in items]
+    return [_decode(item, depth + 1, restore) for item in items]
 
 
 def _pair(items: list[Any]) -> tuple[Any, Any]:
@@ -183,5 +195,5 @@ def _spread(keys: list[Any]) -> list[Any]:
     return keys
 
 
-def _refuse(what: str) -> bool:
+def _refuse(what: str) -> None:
     raise PlainError(f"not plain data: {what}")

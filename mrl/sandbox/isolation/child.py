@@ -22,7 +22,8 @@ MAX_DETAIL = 1500
 
 
 def serve(channel: int) -> None:
-    """Never returns. The first message is the program: `s` a script, `c` to be called."""
+    """Never returns. The first message is the program: `s` a script, `c` to be called, `o` to be used
+    through proxies, `t` trusted tests that use those."""
     leave = os._exit
     try:
         kind, body = frames.read(channel)
@@ -31,6 +32,14 @@ def serve(channel: int) -> None:
             run_script(code, channel)
         elif kind == b"c":
             run_calls(code, channel)
+        elif kind == b"o":
+            from .objects import run_objects
+
+            run_objects(code, channel)
+        elif kind == b"t":
+            from .tester import run_tests
+
+            run_tests(json.loads(body), channel)
     finally:  # whatever the program broke: nothing of it goes further
         leave(1)
 
@@ -78,18 +87,24 @@ def run_script(code: str, channel: int) -> None:
 
 def run_calls(code: str, channel: int) -> None:
     names = new_main()
-    read, write, pack, finish = frames.read, frames.write, frames.pack, flush
-    status = load(code, names, channel)
-    finish()
-    if status is not None:
-        write(channel, pack(b"Q", str(status).encode()))
-        os._exit(status)
-    write(channel, pack(b"R"))
+    read, write, finish = frames.read, frames.write, flush
+    load_or_leave(code, names, channel)
     while True:
         _, body = read(channel)
         answer = answer_call(json.loads(body), names, code)
         finish()
         write(channel, answer)
+
+
+def load_or_leave(code: str, names: dict[str, Any], channel: int) -> None:
+    """Run the program and say that it is ready, or why not and end."""
+    write, pack, finish, leave = frames.write, frames.pack, flush, os._exit
+    status = load(code, names, channel)
+    finish()
+    if status is not None:
+        write(channel, pack(b"Q", str(status).encode()))
+        leave(status)
+    write(channel, pack(b"R"))
 
 
 def answer_call(call: dict[str, Any], names: dict[str, Any], code: str) -> bytes:

@@ -23,7 +23,7 @@ def encode_request(execution: Execution) -> bytes:
         "code": execution.code,
         "stdin": execution.stdin,
         "calls": calls,
-        "load": False,
+        "peer": None if execution.peer is None else list(execution.peer),
         "limits": {
             "wall_seconds": limits.wall_seconds,
             "cpu_seconds": limits.cpu_seconds,
@@ -47,8 +47,12 @@ def decode_observation(execution: Execution, data: dict[str, Any]) -> Observatio
             status, detail = "protocol", str(error)[:500]
             break
     answers += [Answer("unanswered") for _ in execution.calls[len(answers) :]]
+    blocks = None
+    if execution.peer is not None:
+        blocks = [decode_block(block) for block in data["blocks"][: len(execution.peer)]]
+        blocks += [Answer("unanswered") for _ in execution.peer[len(blocks) :]]
     names = "exception stdout stderr exit_code signal wall_seconds cpu_seconds peak_memory_mb".split()
-    return Observation(status, answers, detail=detail, **{name: data[name] for name in names})
+    return Observation(status, answers, detail=detail, peer=blocks, **{name: data[name] for name in names})
 
 
 def decode_answer(kind: str, text: str) -> Answer:
@@ -62,3 +66,11 @@ def decode_answer(kind: str, text: str) -> Answer:
     if not isinstance(detail, str) or not bases or not all(isinstance(name, str) for name in bases):
         raise ValueError("an exception that cannot be read")
     return Answer("raised", type_name=bases[0][:100], detail=detail[:2000], bases=tuple(b[:100] for b in bases[:20]))
+
+
+def decode_block(block: list[Any]) -> Answer:
+    """What the tester, which is ours, said of one block: nothing, or the exception's bases and detail."""
+    if not block:
+        return Answer("value", True, type_name="bool")
+    bases, detail = block
+    return Answer("raised", type_name=bases[0], detail=detail, bases=tuple(bases))
