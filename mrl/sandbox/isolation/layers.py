@@ -44,6 +44,15 @@ def become_nobody(paths: list[str], layer: str) -> tuple[int | None, dict[str, s
     return uid, where
 
 
+def is_public(path: str) -> bool:
+    """Whether every user may enter all folders down to `path`."""
+    while os.stat(path).st_mode & 1:
+        if path == "/":
+            return True
+        path = os.path.dirname(path)
+    return False
+
+
 class Confinement:
     """What the children of one server enter. Built before the first fork."""
 

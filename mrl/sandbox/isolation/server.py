@@ -6,6 +6,7 @@ on the child's own channel, so this process's memory, which every child inherits
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -19,29 +20,36 @@ from . import child, kernel, objects, tester
 from .layers import Confinement
 
 COMMON = """
-__future__ _bisect _blake2 _bz2 _collections_abc _csv _ctypes _datetime _decimal _hashlib _heapq _json _lzma _md5
-_opcode _pickle _posixsubprocess _queue _random _sha1 _sha256 _sha512 _statistics _struct _uuid _zoneinfo abc argparse
-array ast asyncio atexit base64 binascii bisect builtins bz2 calendar cmath codecs collections collections.abc
-concurrent.futures contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib dis email enum
-errno fractions fnmatch functools gc getpass glob graphlib gzip hashlib heapq hmac html html.parser inspect io ipaddress
-itertools json keyword linecache locale logging lzma math numbers opcode operator os os.path pathlib pickle pickletools
-pprint queue random re reprlib sched secrets select selectors shutil signal socket stat statistics string stringprep
-struct subprocess sys tempfile textwrap threading time timeit token tokenize traceback types typing unicodedata unittest
-unittest.mock urllib.parse uuid warnings weakref xml.etree.ElementTree zipfile zlib zoneinfo
+__future__ _bisect _collections_abc _datetime _decimal _heapq _json _random _struct abc array ast base64 binascii bisect
+builtins calendar cmath collections collections.abc contextlib copy copyreg csv dataclasses datetime decimal enum errno
+fractions functools gc hashlib heapq inspect io itertools json keyword linecache math numbers operator os os.path queue
+random re reprlib secrets select selectors shutil signal socket stat statistics string struct sys tempfile textwrap
+threading time traceback types typing unicodedata warnings weakref zlib
 """.split()
+"""What solutions use: each costs every fork a little."""
+RARE = """
+_blake2 _bz2 _csv _ctypes _hashlib _lzma _md5 _opcode _pickle _posixsubprocess _queue _sha1 _sha256 _sha512
+_statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures configparser
+contextvars ctypes difflib dis email encodings.idna encodings.latin_1 fileinput fnmatch getopt getpass gettext glob
+graphlib gzip hmac html html.parser imaplib importlib importlib.util ipaddress locale logging lzma marshal mimetypes
+opcode optparse pathlib pickle pickletools platform plistlib posixpath pprint profile pstats sched shelve shlex string
+stringprep subprocess symtable sysconfig tarfile timeit token tokenize tomllib trace unittest unittest.mock
+urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.ElementTree zipfile zoneinfo
+""".split()
+"""What else they import where nothing can be opened any more: in layer C, and below a root's private folders."""
 
 
-def preload(extra: list[str]) -> None:
-    """The modules that programs use, imported once. Raises ImportError for one of `extra`."""
-    for name in COMMON:
-        try:
+def preload(rare: bool, extra: list[str]) -> None:
+    """The modules that programs use, imported once. rare: nothing can be imported later.
+
+    Raises ImportError for one of `extra`.
+    """
+    for name in COMMON + (RARE if rare else []):
+        with contextlib.suppress(ImportError):  # not built in this interpreter
             __import__(name)
-        except ImportError:  # not built in this interpreter
-            pass
     for name in extra:
         __import__(name)
     "".encode("unicode_escape")
-    "".encode("idna")
 
 
 def serve(requests: socket.socket, confinement: Confinement, baseline: int) -> None:

@@ -51,7 +51,8 @@ def start(settings: dict[str, Any]) -> socket.socket:
     """The socket to a server that is ready. Raises OSError, ImportError, RuntimeError."""
     layer = settings["layer"]
     sys.path[:] = [path for path in sys.path if path and os.path.isdir(path)] + settings["paths"]
-    server.preload(settings["modules"])
+    hidden = os.geteuid() == 0 and layer != "A" and not all(map(layers.is_public, sys.path))
+    server.preload(layer == "C" or hidden, settings["modules"])
     for path in sys.path:
         sys.path_importer_cache.pop(path, None)
     readable = [path for path in sys.path if not any(path.startswith(other + "/") for other in sys.path)]

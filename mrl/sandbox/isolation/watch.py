@@ -15,6 +15,8 @@ from .program import MAX_MESSAGE, Program
 from .sessions import PeerSession, Session
 
 REAP_SECONDS = 10.0
+CPU_SLACK = 0.9
+"""RLIMIT_CPU counts in ticks, rusage exactly: a program that was ended by its limit may show a little less."""
 DESCRIPTORS = 4  # that each child gets
 
 
@@ -161,7 +163,7 @@ def observation(session: Session, stopped: str | None, ends: list[dict[str, Any]
         status, session.detail = "protocol", "the tests could not be run to their end on what the program answered"
     elif status is None and os.WIFSIGNALED(end["status"]):
         number = os.WTERMSIG(end["status"])
-        if number in (signal.SIGKILL, signal.SIGXCPU) and end["cpu"] >= limits["cpu_seconds"] * 0.98:
+        if number in (signal.SIGKILL, signal.SIGXCPU) and end["cpu"] >= limits["cpu_seconds"] * CPU_SLACK:
             status = "timeout"
         else:
             status = "killed" if number == signal.SIGKILL else "crashed"
