@@ -43,7 +43,7 @@ class Execution:
     code: str
     calls: tuple[Call, ...] = ()
     stdin: str = ""
-    limits: Limits = Limits()
+    limits: Limits = Limits()  # noqa: RUF009  (frozen)
     peer: tuple[str, ...] | None = None
     """Trusted tests, each the text of some statements. They run one after the other, in one namespace, in a second
     sandboxed process, where the names of `code` are proxies to the first process (only plain data crosses). A test

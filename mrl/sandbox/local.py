@@ -1,4 +1,4 @@
-"""The sandbox that cannot be fooled: programs run in isolation and answer with data; what they answer is judged here."""
+"""The `local` sandbox: programs run in isolation and answer with data, which is judged here."""
 
 from __future__ import annotations
 
