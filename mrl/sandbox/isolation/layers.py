@@ -2,7 +2,7 @@
 
 | layer | server | each child |
 |---|---|---|
-| A | user, pid, mount, ipc, net and uts namespaces; a root without /proc | pid and mount namespace, empty tmpfs, seccomp |
+| A | user, pid, mount, ipc, net, uts namespaces; a root without /proc | pid and mount namespace, tmpfs, seccomp |
 | B | — | Landlock (reads the standard library, writes nothing), seccomp |
 | C | — | seccomp that opens no file |
 | unsafe | — | limits only |
@@ -13,6 +13,7 @@ before any of it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -27,16 +28,14 @@ FIRST_UID, UIDS = 61184, 4336  # systemd's range for users made up on the spot
 
 
 def become_nobody(paths: list[str], layer: str) -> tuple[int | None, dict[str, str]]:
-    """As root: give up every right, for good. Returns the new user id (None: we were not root) and where `paths` are."""
+    """As root: give up every right, for good. Returns the new user id (None: was not root) and where `paths` are."""
     where = {path: path for path in paths}
     if os.geteuid() != 0:
         return None, where
     uid = FIRST_UID + os.getpid() % UIDS
     if layer == "A":
-        try:
+        with contextlib.suppress(PermissionError):  # root that may not mount (containers): the paths must be public
             where = namespaces.stage(paths)
-        except PermissionError:  # root without the right to mount (containers): then the paths must be public
-            pass
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)

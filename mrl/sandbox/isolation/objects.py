@@ -96,8 +96,10 @@ class Objects:
 
     def exception_kinds(self, kind: type) -> list[list[Any]]:
         """Number (-1 for a builtin one) and name of the class and of its bases."""
-        chain = [base for base in type.mro(kind) if issubclass(base, BaseException)][:20]
-        own = [[-1 if getattr(builtins, base.__name__, None) is base else self.number(base), base] for base in chain]
+        chain: list[Any] = [base for base in type.mro(kind) if issubclass(base, BaseException)][:20]
+        own: list[list[Any]] = [
+            [-1 if getattr(builtins, base.__name__, None) is base else self.number(base), base] for base in chain
+        ]
         return [[number, plain.type_name_of(base)] for number, base in own]
 
     def next_items(self, iterator: Any) -> list[Any]:
@@ -106,6 +108,7 @@ class Objects:
 
     def base(self, value: Any) -> Any:
         """The plain data under an instance of a subclass of a builtin type, read by that type's own methods."""
+        kind: Any
         for kind in BASES:
             if isinstance(value, kind) and kind in type.mro(type(value)):
                 if kind in (int, float, complex):
@@ -138,10 +141,11 @@ class Objects:
         return self.objects[number] if opaque.reason[0] == "#" else Callback(self, number)
 
 
-OPERATORS = """
+_OPERATORS = """
 add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift neg pos invert eq ne lt le gt ge getitem setitem
 delitem iadd isub imul contains index
-""".split()
+"""
+OPERATORS = _OPERATORS.split()
 
 
 class Callback:

@@ -5,6 +5,7 @@ what must go through all the same.
 """
 
 import ctypes
+import functools
 import os
 import platform
 import resource
@@ -12,6 +13,8 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Callable
+from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -40,7 +43,7 @@ NUMBERS = {  # x86_64, aarch64
 }
 
 
-def act(function, *args):
+def act(function: Callable[..., Any], *args: Any) -> bool:
     """Whether it went through: neither an exception nor a negative result."""
     try:
         result = function(*args)
@@ -49,47 +52,47 @@ def act(function, *args):
     return not (isinstance(result, int) and result < 0)
 
 
-def syscall(name, *args):
+def syscall(name: str, *args: int) -> int:
     number = NUMBERS[name][0 if X86 else 1]
     return LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_long, args))
 
 
-def read(path):
+def read(path: str) -> None:
     with open(path, "rb") as file:
         file.read(1)
 
 
-def write(path):
+def write(path: str) -> None:
     with open(path, "w") as file:
         file.write("x")
 
 
-def connect(family, address, kind=socket.SOCK_STREAM):
+def connect(family: int, address: Any, kind: int = socket.SOCK_STREAM) -> None:
     with socket.socket(family, kind) as sock:
         sock.settimeout(2)
         sock.connect(address)
         sock.send(b"x")
 
 
-def listen():
+def listen() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
 
 
-def abstract_datagram(name):
+def abstract_datagram(name: str) -> None:
     with socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0] as sock:
         sock.sendto(b"x", name)
 
 
-def fork():
+def fork() -> None:
     if os.fork() == 0:
         os._exit(0)
 
 
-def raise_limits():
+def raise_limits() -> None:
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_CPU):
-        soft, hard = resource.getrlimit(kind)
+        _, hard = resource.getrlimit(kind)
         if hard == resource.RLIM_INFINITY:
             return
         try:
@@ -100,7 +103,7 @@ def raise_limits():
     raise OSError
 
 
-def too_many_threads(count):
+def too_many_threads(count: int) -> None:
     release = threading.Event()
     threads = [threading.Thread(target=release.wait, daemon=True) for _ in range(count)]
     try:
@@ -110,17 +113,17 @@ def too_many_threads(count):
         release.set()
 
 
-def signal_owner(pid):
+def signal_owner(pid: int) -> None:
     import fcntl
 
-    reader, writer = os.pipe()
+    reader, _ = os.pipe()
     if fcntl.fcntl(reader, fcntl.F_SETOWN, pid):
         raise OSError
 
 
-def probe(facts):
+def probe(facts: dict[str, Any]) -> list[str]:
     pid, folder = facts["pid"], facts["folder"]
-    acts = {
+    acts: dict[str, Callable[[], Any]] = {
         "read a file": lambda: read(facts["file"]),
         "read /etc/passwd": lambda: read("/etc/passwd"),
         "read /proc/self/environ": lambda: read("/proc/self/environ"),
@@ -164,7 +167,7 @@ def probe(facts):
         "a user namespace": lambda: LIBC.unshare(0x10000000),
         "outlive the parent": lambda: LIBC.prctl(1, 0, 0, 0, 0),
         "lower its priority for ever": lambda: os.setpriority(os.PRIO_PROCESS, 0, -5),
-        **{name: (lambda name=name: syscall(name, 0, 0, 0, 0)) for name in NUMBERS},
+        **{name: functools.partial(syscall, name, 0, 0, 0, 0) for name in NUMBERS},
     }
     acts["ptrace"] = lambda: syscall("ptrace", 16, pid)  # PTRACE_ATTACH
     acts["personality"] = lambda: syscall("personality", 0xFFFFFFFF)
@@ -174,7 +177,7 @@ def probe(facts):
     return [name for name, function in acts.items() if name not in facts.get("skip", ()) and act(function)]
 
 
-def works():
+def works() -> str:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()

@@ -261,7 +261,8 @@ class Remote:
     __lt__, __le__, __gt__, __ge__ = _compare("lt"), _compare("le"), _compare("gt"), _compare("ge")
 
 
-for _name in "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor".split():
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor"
+for _name in _ARITHMETIC.split():
     _dunder = _name.rstrip("_")
     setattr(Remote, f"__{_dunder}__", _combine(_name))
     setattr(Remote, f"__r{_dunder}__", _combine(_name, reflected=True))

@@ -23,9 +23,7 @@ class Filter:
         """Raises LookupError for an architecture without filters."""
         text = FILTERS[machine, layer]
         parts = [text[at : at + 16] for at in range(0, len(text), 16)]
-        self.instructions = (_Instruction * len(parts))(
-            *((int(p[:4], 16), int(p[4:6], 16), int(p[6:8], 16), int(p[8:], 16)) for p in parts)
-        )
+        self.instructions = (_Instruction * len(parts))(*map(_instruction, parts))
         self.own_pid_at = [at for at, part in enumerate(self.instructions) if part.k == OWN_PID]
 
     def load(self, pid: int) -> None:
@@ -34,3 +32,7 @@ class Filter:
             self.instructions[at].k = pid
         program = _Program(len(self.instructions), self.instructions)
         kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, ctypes.addressof(program))
+
+
+def _instruction(text: str) -> _Instruction:
+    return _Instruction(int(text[:4], 16), int(text[4:6], 16), int(text[6:8], 16), int(text[8:], 16))

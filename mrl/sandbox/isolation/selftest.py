@@ -78,7 +78,7 @@ def unsupported() -> str:
     return ""
 
 
-def test_layer(layer: str, python: str = sys.executable) -> LayerResult:
+def test_layer(layer: str, python: str = sys.executable) -> LayerResult:  # noqa: PT028 - not a test
     """Cached: about a third of a second the first time."""
     return _test_layer(layer, python, os.geteuid())
 
@@ -130,7 +130,9 @@ def _probe(layer: str, slot: Slot) -> LayerResult:
         if seen.answers[0].value != WORKS:
             return LayerResult(layer, False, f"an ordinary program goes wrong: {seen.answers[0].value!r}")
         through = [*map(str, seen.answers[1].value), *_noticed(listeners, folder)]
-        return LayerResult(layer, not through, f"not prevented: {', '.join(through)}" if through else "", tuple(through))
+        return LayerResult(
+            layer, not through, f"not prevented: {', '.join(through)}" if through else "", tuple(through)
+        )
 
 
 def _listen(stack: ExitStack, folder: str, token: str) -> list[socket.socket]:

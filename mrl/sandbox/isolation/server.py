@@ -19,15 +19,16 @@ from typing import Any
 from . import child, kernel, objects, tester
 from .layers import Confinement
 
-COMMON = """
+_COMMON = """
 __future__ _bisect _collections_abc _datetime _decimal _heapq _json _random _struct abc array ast base64 binascii bisect
 builtins calendar cmath collections collections.abc contextlib copy copyreg csv dataclasses datetime decimal enum errno
 fractions functools gc hashlib heapq inspect io itertools json keyword linecache math numbers operator os os.path queue
 random re reprlib secrets select selectors shutil signal socket stat statistics string struct sys tempfile textwrap
 threading time traceback types typing unicodedata warnings weakref zlib
-""".split()
+"""
+COMMON = _COMMON.split()
 """What solutions use: each costs every fork a little."""
-RARE = """
+_RARE = """
 _blake2 _bz2 _csv _ctypes _hashlib _lzma _md5 _opcode _pickle _posixsubprocess _queue _sha1 _sha256 _sha512
 _statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures configparser
 contextvars ctypes difflib dis email encodings.idna encodings.latin_1 fileinput fnmatch getopt getpass gettext glob
@@ -35,7 +36,8 @@ graphlib gzip hmac html html.parser imaplib importlib importlib.util ipaddress l
 opcode optparse pathlib pickle pickletools platform plistlib posixpath pprint profile pstats sched shelve shlex string
 stringprep subprocess symtable sysconfig tarfile timeit token tokenize tomllib trace unittest unittest.mock
 urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.ElementTree zipfile zoneinfo
-""".split()
+"""
+RARE = _RARE.split()
 """What else they import where nothing can be opened any more: in layer C, and below a root's private folders."""
 
 

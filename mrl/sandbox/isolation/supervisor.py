@@ -101,5 +101,3 @@ def run_server(
             requests.send(f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(1)
-
-

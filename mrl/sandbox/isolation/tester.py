@@ -85,9 +85,10 @@ def standard_imports(code: str) -> dict[str, tuple[str, str]]:
                 root = item.name.partition(".")[0]
                 if root in sys.stdlib_module_names:
                     found[item.asname or root] = (item.name if item.asname else root, "")
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            if node.module.partition(".")[0] in sys.stdlib_module_names:
-                found.update({item.asname or item.name: (node.module, item.name) for item in node.names})
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            if module.partition(".")[0] in sys.stdlib_module_names:
+                found.update({item.asname or item.name: (module, item.name) for item in node.names})
     return found
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from mrl.sandbox import plain
 from mrl.sandbox.execution import Answer, Execution, Observation
 
+FIELDS = ("exception", "stdout", "stderr", "exit_code", "signal", "wall_seconds", "cpu_seconds", "peak_memory_mb")
+
 
 def encode_request(execution: Execution) -> bytes:
     limits = execution.limits
@@ -51,8 +53,7 @@ def decode_observation(execution: Execution, data: dict[str, Any]) -> Observatio
     if execution.peer is not None:
         blocks = [decode_block(block) for block in data["blocks"][: len(execution.peer)]]
         blocks += [Answer("unanswered") for _ in execution.peer[len(blocks) :]]
-    names = "exception stdout stderr exit_code signal wall_seconds cpu_seconds peak_memory_mb".split()
-    return Observation(status, answers, detail=detail, peer=blocks, **{name: data[name] for name in names})
+    return Observation(status, answers, detail=detail, peer=blocks, **{name: data[name] for name in FIELDS})
 
 
 def decode_answer(kind: str, text: str) -> Answer:

@@ -43,7 +43,9 @@ def test_what_crosses_is_what_was_there(value: object) -> None:
     assert exact(plain.loads(plain.dumps(value))) == exact(value)
 
 
-@pytest.mark.parametrize("value", [10**4000, -(2**20000), 2**62, -(2**62), 2**62 - 1, -0.0, "\ud800\0é", b"\xff\0"], ids=type)
+@pytest.mark.parametrize(
+    "value", [10**4000, -(2**20000), 2**62, -(2**62), 2**62 - 1, -0.0, "\ud800\0é", b"\xff\0"], ids=type
+)
 def test_edges_cross(value: object) -> None:
     assert exact(plain.loads(plain.dumps(value))) == exact(value)
 
@@ -63,8 +65,18 @@ def test_nothing_of_a_foreign_class_is_called() -> None:
             called.append(base)
             raise AssertionError
 
-        names = ("__iter__", "__eq__", "__len__", "__str__", "__repr__", "__index__", "__reduce__", "items", "__getitem__")
-        return type("Hostile", (base,), {name: method for name in names} | {"__hash__": lambda self: 1})
+        names = (
+            "__iter__",
+            "__eq__",
+            "__len__",
+            "__str__",
+            "__repr__",
+            "__index__",
+            "__reduce__",
+            "items",
+            "__getitem__",
+        )
+        return type("Hostile", (base,), dict.fromkeys(names, method) | {"__hash__": lambda self: 1})
 
     for base in (int, float, str, list, tuple, dict, set, bytes, object, Counter):
         got = plain.loads(plain.dumps(hostile(base)()))

@@ -23,9 +23,11 @@ GOOD = Execution("def f(x):\n    return x * 2\n", (Call("f", (21,)), Call("f", (
 QUICK = Limits(wall_seconds=0.4, cpu_seconds=1, memory_mb=128, output_bytes=10_000)
 HOSTILE = [
     "while True: pass", "import os; os._exit(0)", "import os; os.write(3, b'x' * 5000)", "print('x' * 100_000)",
-    "import os; os.fork()", "x = bytearray(10**9)", "import ctypes; ctypes.string_at(0)", "import os; os.closerange(0, 99)",
+    "import os; os.fork()", "x = bytearray(10**9)", "import ctypes; ctypes.string_at(0)",
+    "import os; os.closerange(0, 99)",
     "import threading, time\nfor _ in range(50): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
-    "import gc, os\nfor o in gc.get_objects():\n    if type(o) is dict: o.clear()", "import sys; sys.stdout = None; 1/0",
+    "import gc, os\nfor o in gc.get_objects():\n    if type(o) is dict: o.clear()",
+    "import sys; sys.stdout = None; 1/0",
     "open('x', 'w').write('x' * 10**7)", "import os; os.kill(os.getpid(), 9)", "import os; os.kill(-1, 9)",
 ]  # fmt: skip
 
@@ -81,7 +83,7 @@ async def mixed(count: int, layer: str = "auto") -> None:
 
 
 async def test_hundreds_of_mixed_executions_leave_nothing() -> None:
-    await mixed(300)
+    await mixed(160)
 
 
 @pytest.mark.slow
@@ -91,6 +93,7 @@ async def test_thousands_of_mixed_executions_leave_nothing(layer: str) -> None:
 
 
 async def test_a_killed_supervisor_comes_back() -> None:
+    others = descendants()
     executor = IsolatedExecutor(slots=2)
     await executor.execute([GOOD] * 4)
     stop = threading.Event()
@@ -100,7 +103,7 @@ async def test_a_killed_supervisor_comes_back() -> None:
         nonlocal kills
         dice = random.Random(1)
         while not stop.is_set():
-            victims = sorted(descendants())
+            victims = sorted(descendants() - others)
             if victims:
                 try:
                     os.kill(dice.choice(victims), signal.SIGKILL)
@@ -126,7 +129,7 @@ async def test_a_killed_supervisor_comes_back() -> None:
         assert answered(one) or one.status in ("killed", "sandbox_error"), one
         assert all(a.kind == "unanswered" or a.value in (42, "abab") for a in one.answers)
     assert sum(map(answered, seen)) >= len(seen) - kills
-    assert not {pid: Path(f"/proc/{pid}/status").read_text() for pid in descendants()}
+    assert descendants() == others
 
 
 @pytest.mark.parametrize("layer", ["A", "B", "C"])
@@ -136,12 +139,13 @@ def test_a_killed_trainer_leaves_nothing(layer: str) -> None:
         "from mrl.sandbox.isolation.client import IsolatedExecutor\n"
         f"e = IsolatedExecutor(slots=2, layer={layer!r}, unsafe=True)\n"
         "f = [e.submit(Execution('while True: pass')) for _ in range(2)]\n"
-        "e.submit\nimport time; time.sleep(1)\nprint('running', flush=True)\ntime.sleep(60)"
+        "import time; time.sleep(1)\nprint('running', flush=True)\ntime.sleep(60)"
     )
+    others = descendants()
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ))
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"running\n"
-    below = descendants() - {trainer.pid}
+    below = descendants() - {trainer.pid} - others
     assert len(below) >= 6  # supervisor, server, program; twice
     trainer.kill()
     trainer.wait()
@@ -161,7 +165,7 @@ def alive(pid: int) -> bool:
 
 async def test_a_sleeper_holds_nobody_up() -> None:
     executor = IsolatedExecutor(slots=2)
-    executions = [Execution("import time; time.sleep(4)"), *[GOOD] * 60]
+    executions = [Execution("import time; time.sleep(2.5)"), *[GOOD] * 60]
     started, ends = time.monotonic(), {}
     async for index, one in executor.execute_stream(executions):
         ends[index] = time.monotonic() - started
