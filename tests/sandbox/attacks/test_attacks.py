@@ -1,4 +1,4 @@
-"""Every attack against every layer that works here, as who we are and as an ordinary user; and against a naive grader."""
+"""Every attack against every layer that works here, as this user and as an ordinary one; and against a naive grader."""
 
 import functools
 import importlib.util
@@ -18,7 +18,8 @@ LAYERS = ("A", "B", "C")
 NOBODY = 65534
 
 spec = importlib.util.spec_from_file_location("attack_suite", HERE / "suite.py")
-assert spec and spec.loader
+assert spec is not None
+assert spec.loader is not None
 suite = importlib.util.module_from_spec(spec)
 sys.modules["attack_suite"] = suite
 spec.loader.exec_module(suite)

@@ -225,7 +225,7 @@ BLOCKS = [
     "import pytest\nwith pytest.raises(KeyError):\n    fail()",
     "with pytest.raises(KeyError):\n    same(1)",
     "with pytest.raises(Exception):\n    r = fail(3)",
-    "META = {}\ndef check(candidate):\n    'doc'\n    assert candidate(1) == 1\n    assert candidate(2) == 2\ncheck(same)",
+    "META = {}\ndef check(candidate):\n    'doc'\n    assert candidate(1) == 1\n    assert candidate(2)\ncheck(same)",
     "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 2\ncheck(same)",
     "def check(f):\n    for a, b in [(1, 2), (2, 3)]:\n        assert f(a) == b\ncheck(add)",
     "def check(f):\n    for a in range(5):\n        assert f(a) == a * 2\ncheck(add)",
