@@ -56,7 +56,12 @@ def footprint() -> tuple[object, ...]:
 
 
 def temporary() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("mrl-sandbox")}
+    return set(os.listdir(tempfile.gettempdir()))
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others on this machine have files in the shared one
 
 
 async def mixed(count: int, layer: str = "auto") -> None:
