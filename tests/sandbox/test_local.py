@@ -117,6 +117,24 @@ def squares(n): return (k * k for k in range(n))
 
 
 @needs_layer
+async def test_answers_that_are_objects_are_read_as_data(sandbox):
+    """An int under an IntEnum, a tuple under a namedtuple; never by the object's own `__eq__`."""
+    code = """
+import collections, enum, fractions
+Point = collections.namedtuple("Point", "x y")
+class Colour(enum.IntEnum): RED = 1
+class Any(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def f(x): return [Point(1, 2), Colour.RED, Any(5), collections.deque([1]), range(2), iter([1])][x]
+"""
+    right = "f(0) == (1, 2)", "f(1) == 1", "f(2) == 5", "list(f(3)) == [1]", "list(f(4)) == [0, 1]", "list(f(5)) == [1]"
+    wrong = "f(0) == (1, 3)", "f(1) == 2", "f(2) == 6", "f(3) == [1]", "f(4) == [0, 1]", "f(5) == [1]", "f(0) is None"
+    verdict = await judge(sandbox, code, *(f"assert {test}" for test in right + wrong))
+    assert passed(verdict) == [True] * len(right) + [False] * len(wrong), verdict
+
+
+@needs_layer
 async def test_scripts_may_end_as_they_like_and_share_the_time(sandbox):
     for end in ("import sys; sys.exit(0)", "import sys, os; sys.stdout.flush(); os._exit(0)"):
         assert (await judge(sandbox, f"print(7)\n{end}", IOTest("", "7"))).status == "passed"
@@ -236,7 +254,7 @@ KINDS = [
         "wrong",
     ),
     (
-        "import threading as t\ndef g():\n    while 1: pass\nt.Thread(target=g, daemon=True).start()\ndef f(x): return {i}",
+        "import threading as t\ndef g():\n  while 1: 0\nt.Thread(target=g, daemon=True).start()\ndef f(x): return {i}",
         "any",
     ),
 ]

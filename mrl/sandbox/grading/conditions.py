@@ -8,7 +8,8 @@ from mrl.sandbox.base import TestResult
 from mrl.sandbox.execution import Answer
 from mrl.sandbox.grading.compare import Rejected, exception_matches, is_plain, show
 from mrl.sandbox.grading.lower import evaluate
-from mrl.sandbox.grading.rewrite import Holds, Raises, Returns, RewrittenTest
+from mrl.sandbox.grading.rewrite import RewrittenTest
+from mrl.sandbox.grading.walk import Holds, Raises, Returns
 
 NOT_REACHED = "not reached"
 
@@ -66,9 +67,7 @@ def _holds(step: Holds, answers: list[Answer]) -> str:
         if answer.kind == "raised":
             raise _Raised(answer)
         if answer.opaque:
-            if index in step.consumed:
-                raise Undecided(f"a {answer.type_name}")
-            return object()  # equal to nothing, and not None
+            raise Undecided(f"a {answer.type_name}")
         if not is_plain(answer.value):
             raise Rejected("an answer that is no plain data")
         return answer.value
@@ -84,8 +83,7 @@ def _holds(step: Holds, answers: list[Answer]) -> str:
 
 
 def _got(step: Holds, answers: list[Answer]) -> str:
-    got = [answers[index] for index in dict.fromkeys(step.holes) if answers[index].kind == "value"]
-    values = [f"a {answer.type_name}, no plain data" if answer.opaque else show(answer.value) for answer in got]
+    values = [show(answers[index].value) for index in dict.fromkeys(step.holes) if answers[index].kind == "value"]
     return f"; got {', '.join(values[:8])}" if values else ""
 
 
