@@ -107,31 +107,60 @@ def program(machine: str, layer: str) -> list[Instruction]:
         (JUMP_AT_LEAST, 0, 1, 0x40000000),  # x86_64's second table of numbers
         (RETURN, 0, 0, KILL),
     ]
-    for name in sorted(set(names.split()) - set(conditions), key=lambda name: numbers.get(name, -1)):
-        if name in numbers:  # aarch64 lacks the older spellings
-            out += [(JUMP_EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, ALLOW)]
     for name in MISSING:
         out += [(JUMP_EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, ERRNO | ENOSYS)]
     for name, alternatives in conditions.items():
         if name in numbers:
-            body: list[Instruction] = []
-            for checks in alternatives:
-                body += alternative(checks)
-            body += [(RETURN, 0, 0, ERRNO | EPERM)]
+            body = [*condition(alternatives), (RETURN, 0, 0, ERRNO | EPERM)]
             out += [(JUMP_EQUAL, 0, len(body), numbers[name]), *body]
-    return [*out, (RETURN, 0, 0, ERRNO | EPERM)]
+    plain = {
+        numbers[name] for name in set(names.split()) - set(conditions) if name in numbers
+    }  # some lack old spellings
+    return [*out, *allow_ranges(ranges(plain))]
 
 
-def alternative(checks: list[tuple[int, int, int]]) -> list[Instruction]:
+def ranges(numbers: set[int]) -> list[tuple[int, int]]:
+    """Runs of consecutive numbers, ascending: first and one past the last."""
+    firsts = sorted(number for number in numbers if number - 1 not in numbers)
+    ends = sorted(number + 1 for number in numbers if number + 1 not in numbers)
+    return list(zip(firsts, ends, strict=True))
+
+
+def allow_ranges(found: list[tuple[int, int]]) -> list[Instruction]:
+    """Two comparisons a range; a short filter matters, for the kernel compiles it anew in every child."""
+    out: list[Instruction] = []
+    size = 2 * len(found)
+    for at, (first, end) in enumerate(found):
+        here = 2 * at
+        out.append((JUMP_AT_LEAST, 0, size - here - 1, first))  # below it, and not in an earlier range: refused
+        out.append((JUMP_AT_LEAST, 0, size - here - 1, end))  # within it: allowed
+    return [*out, (RETURN, 0, 0, ERRNO | EPERM), (RETURN, 0, 0, ALLOW)]
+
+
+def condition(alternatives: list[list[tuple[int, int, int]]]) -> list[Instruction]:
+    """Returns ALLOW where one alternative holds, and falls through where none does."""
+    same = {(checks[0][0], checks[0][1]) for checks in alternatives if len(checks) == 1}
+    if len(same) == 1 and all(len(checks) == 1 for checks in alternatives):
+        ((argument, mask),) = same
+        load = load_argument(argument, mask)
+        tests: list[Instruction] = []
+        for left, (check,) in zip(reversed(range(len(alternatives))), alternatives, strict=True):
+            tests.append((JUMP_EQUAL, left, int(left == 0), check[2]))
+        return [*load, *tests, (RETURN, 0, 0, ALLOW)]
+    return [part for checks in alternatives for part in all_of(checks)]
+
+
+def all_of(checks: list[tuple[int, int, int]]) -> list[Instruction]:
     out: list[Instruction] = [(RETURN, 0, 0, ALLOW)]
     for argument, mask, value in reversed(checks):
-        out = [
-            (LOAD, 0, 0, 16 + 8 * argument),  # the low half: both architectures are little-endian
-            (AND, 0, 0, mask),
-            (JUMP_EQUAL, 0, len(out), value),
-            *out,
-        ]
+        out = [*load_argument(argument, mask), (JUMP_EQUAL, 0, len(out), value), *out]
     return out
+
+
+def load_argument(argument: int, mask: int) -> list[Instruction]:
+    """The low half: both architectures are little-endian."""
+    load: list[Instruction] = [(LOAD, 0, 0, 16 + 8 * argument)]
+    return load if mask == 0xFFFFFFFF else [*load, (AND, 0, 0, mask)]
 
 
 def syscall_numbers(machine: str) -> dict[str, int]:

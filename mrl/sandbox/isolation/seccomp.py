@@ -24,14 +24,14 @@ class Filter:
         text = FILTERS[machine, layer]
         parts = [text[at : at + 16] for at in range(0, len(text), 16)]
         self.instructions = (_Instruction * len(parts))(*map(_instruction, parts))
+        self.program = _Program(len(self.instructions), self.instructions)
         self.own_pid_at = [at for at, part in enumerate(self.instructions) if part.k == OWN_PID]
 
     def load(self, pid: int) -> None:
         """From here on. Needs no_new_privs; cannot be undone. Raises OSError."""
         for at in self.own_pid_at:
             self.instructions[at].k = pid
-        program = _Program(len(self.instructions), self.instructions)
-        kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, ctypes.addressof(program))
+        kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, ctypes.addressof(self.program))
 
 
 def _instruction(text: str) -> _Instruction:
