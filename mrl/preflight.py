@@ -147,7 +147,7 @@ def check_names(config: OrchestratorConfig) -> None:
         (SYNC_METHODS, runtime.weight_sync_method),
         (SANDBOXES, config.reward.sandbox),
     ):
-        registry.get(name)  # type: ignore[attr-defined]
+        registry.get(name)
     check_trackers(config.run.report_to)
 
 

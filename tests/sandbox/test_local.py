@@ -72,6 +72,14 @@ async def test_status(sandbox, code, status, detail):
 
 
 @needs_layer
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit"])
+async def test_leaving_early_passes_not_even_a_test_that_asks_nothing(sandbox, code):
+    verdict = await judge(sandbox, code, "assert True", "x = 1")
+    assert (verdict.status, passed(verdict)) == ("exited", [False, False])
+    assert passed(await judge(sandbox, "x = 1", "assert True", "x = 1")) == [True, True]
+
+
+@needs_layer
 async def test_partial_credit_before_a_crash(sandbox):
     code = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x"
     verdict = await judge(sandbox, code, *(f"assert f({k}) == {k}" for k in range(4)))

@@ -11,6 +11,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from mrl.sandbox.grading.compare import Rejected, checked_hashes, is_plain
@@ -117,6 +118,11 @@ def _range(*bounds: int) -> range:
 
 def _sum(items: Iterable[Any], /, start: Any = 0) -> Any:
     items = list(items)
+    if isinstance(start, list | tuple):  # in linear time, unlike Python's
+        parts = [start, *items]
+        if any(type(part) is not type(start) for part in parts):
+            raise TypeError("sum of different types")
+        return type(start)(chain.from_iterable(parts))
     for item in items:
         if not isinstance(item, int | float | complex):
             raise TypeError(f"sum of {type(item).__name__}")

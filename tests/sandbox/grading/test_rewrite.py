@@ -205,6 +205,8 @@ assert same('%d') == '%d'
 assert same([1] * 3) == [1, 1, 1]
 assert bool(same([])) is False
 assert min(same([3, 2])) == 2
+assert sum(same([[1], [2]]), []) == [1, 2]
+assert sum(same([[1], (2,)]), []) == [1, 2]
 assert any(same([0, 1]))
 assert same({1: 2}).get(3) is None
 assert list(same({1: 2}).items()) == [(1, 2)]
