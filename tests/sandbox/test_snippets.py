@@ -31,7 +31,7 @@ def test_there_are_enough():
     assert len(snippets()) >= 80
 
 
-@pytest.mark.parametrize("layer", ["A", "B", "C"])
+@pytest.mark.parametrize("layer", ["A", *(pytest.param(layer, marks=pytest.mark.slow) for layer in "BC")])
 async def test_ordinary_programs_work(layer):
     if selftest.unsupported():
         pytest.skip(selftest.unsupported())
