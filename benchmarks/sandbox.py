@@ -2,10 +2,10 @@
 
     python benchmarks/sandbox.py [--seconds S] [--slots N]
 
-Every contender runs the same small program with three tests, `slots` at a time. `cold` is `python3 -I -S -c` with
-the tests appended (which proves nothing about the program; it is the price of starting an interpreter). Without `-S`
-it would also pay for whatever `.pth` files the machine's site-packages hold. Rounds are
-interleaved, so that a machine whose speed wanders does not favour one; the ratio is to the median of `cold`.
+Every contender runs the same small program with three tests, `slots` at a time. `cold` is `python3 -I -c` with the
+tests appended (which proves nothing about the program; it is the price of starting an interpreter). It pays for the
+`.pth` files of the machine's site-packages, hence a row with `-S`, which skips them, and a ratio to each. Rounds are
+interleaved, so that a machine whose speed wanders does not favour one; the ratios are of medians.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ BWRAP = [
     "bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--dev", "/dev",
 ]  # fmt: skip
 ROUNDS = 5
+COLD, BARE = "cold python3 -I -c", "cold python3 -I -S -c"
 Contender = Callable[[float], Awaitable[tuple[float, list[float]]]]
 
 
@@ -121,10 +122,10 @@ async def main() -> None:
     parser.add_argument("--slots", type=int, default=usable_cores())
     options = parser.parse_args()
     slots, open_ = options.slots, list[IsolatedExecutor]()
-    cold = [PYTHON, "-I", "-S", "-c", CODE + ASSERTS]
-    contenders: dict[str, Contender] = {"cold python3 -I -S -c": commands(cold, slots)}
+    cold, bare = [PYTHON, "-I", "-c", CODE + ASSERTS], [PYTHON, "-I", "-S", "-c", CODE + ASSERTS]
+    contenders: dict[str, Contender] = {COLD: commands(cold, slots), BARE: commands(bare, slots)}
     if shutil.which("bwrap"):
-        contenders["bubblewrap, cold"] = commands([*BWRAP, *cold], slots)
+        contenders["bubblewrap, cold -I -S"] = commands([*BWRAP, *bare], slots)
     contenders["bare fork"] = forks(slots)
     for layer in "ABC":
         if selftest.test_layer(layer).holds:
@@ -141,12 +142,12 @@ async def main() -> None:
             times[name] += taken
     for isolated in open_:
         await isolated.close()
-    base = statistics.median(rates["cold python3 -I -S -c"])
+    base, base_bare = statistics.median(rates[COLD]), statistics.median(rates[BARE])
     print(f"{slots} slots on {os.cpu_count()} cores, {PYTHON}, load {os.getloadavg()[0]:.1f}")
-    print(f"{'':36}{'per second':>12}{'x cold':>9}{'p50 ms':>9}")
+    print(f"{'':36}{'per second':>12}{'x cold':>9}{'x cold -S':>11}{'p50 ms':>9}")
     for name, found in rates.items():
         rate, p50 = statistics.median(found), statistics.median(times[name]) * 1000
-        print(f"{name:36}{rate:12.0f}{rate / base:9.2f}{p50:9.2f}")
+        print(f"{name:36}{rate:12.0f}{rate / base:9.2f}{rate / base_bare:11.2f}{p50:9.2f}")
     others, sleeper = await batch_with_sleeper(slots)
     print(f"512 programs, one sleeping: 511 back after {others:.2f} s, the sleeper stopped after {sleeper:.1f} s")
 

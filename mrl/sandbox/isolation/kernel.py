@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from typing import Any
+
+from .names import MACHINE
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -15,7 +16,6 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 
-MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 _NUMBERS = {
     "x86_64": {"clone": 56, "pivot_root": 155},
     "aarch64": {"clone": 220, "pivot_root": 41},

@@ -20,15 +20,15 @@ import signal
 from typing import Any
 
 from . import kernel, landlock, namespaces
+from .names import LAYERS
 from .seccomp import Filter
 
-LAYERS = ("A", "B", "C")
 STACK_BYTES = 64 << 20
 FIRST_UID, UIDS = 61184, 4336  # systemd's range for users made up on the spot
 
 
 def become_nobody(paths: list[str], layer: str) -> tuple[int | None, dict[str, str]]:
-    """As root: give up every right, for good. Returns the new user id (None: was not root) and where `paths` are."""
+    """As root: give up every right, for good. Returns the new user id (None: same as before) and where `paths` are."""
     where = {path: path for path in paths}
     if os.geteuid() != 0:
         return None, where
@@ -36,9 +36,12 @@ def become_nobody(paths: list[str], layer: str) -> tuple[int | None, dict[str, s
     if layer == "A":
         with contextlib.suppress(PermissionError):  # root that may not mount (containers): the paths must be public
             where = namespaces.stage(paths)
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
+    try:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError:  # root of a user namespace without other users: the capabilities go all the same, in each child
+        return None, where
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root and no ids can be mapped
     return uid, where
 

@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 
 from mrl.errors import SandboxError
-from mrl.sandbox.isolation import kernel, selftest
-from mrl.sandbox.isolation.layers import LAYERS
+from mrl.sandbox.isolation import selftest
+from mrl.sandbox.isolation.names import LAYERS
 
 WHAT = {
     "A": "user, pid, mount, ipc, net and uts namespaces; a root without /proc; seccomp; limits",
@@ -41,12 +41,14 @@ def describe(python: str = sys.executable) -> Report:
     """Runs the self-test of every layer. Raises nothing."""
     facts = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "user": "root (programs run as another)" if _is_root() else "not root",
+        "user": "root (given up before a program runs)" if _is_root() else "not root",
         "python": python,
     }
     problem = selftest.unsupported()
     if problem:
         return Report(None, (), facts, problem)
+    from mrl.sandbox.isolation import kernel
+
     version = kernel.landlock_abi()
     facts["Landlock"] = f"version {version}" if version else "none"
     results = tuple(selftest.test_layer(layer, python) for layer in LAYERS)

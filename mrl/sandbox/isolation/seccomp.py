@@ -6,6 +6,7 @@ import ctypes
 
 from . import kernel
 from .filters import FILTERS, OWN_PID
+from .names import MACHINE
 
 
 class _Instruction(ctypes.Structure):
@@ -19,7 +20,7 @@ class _Program(ctypes.Structure):
 class Filter:
     """One layer's filter, built once in the server so that a child only has to put its pid in and load it."""
 
-    def __init__(self, layer: str, machine: str = kernel.MACHINE) -> None:
+    def __init__(self, layer: str, machine: str = MACHINE) -> None:
         """Raises LookupError for an architecture without filters."""
         text = FILTERS[machine, layer]
         parts = [text[at : at + 16] for at in range(0, len(text), 16)]

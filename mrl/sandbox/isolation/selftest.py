@@ -20,9 +20,8 @@ from pathlib import Path
 from mrl.errors import SandboxError
 from mrl.sandbox.base import Limits
 from mrl.sandbox.execution import Call, Execution
-from mrl.sandbox.isolation import kernel
 from mrl.sandbox.isolation.filters import FILTERS
-from mrl.sandbox.isolation.layers import LAYERS
+from mrl.sandbox.isolation.names import LAYERS, MACHINE
 from mrl.sandbox.isolation.slot import Slot
 from mrl.sandbox.isolation.wire import decode_observation, encode_request
 
@@ -73,8 +72,8 @@ def unsupported() -> str:
     """Why no layer can work here, whatever is configured; empty when one may."""
     if not sys.platform.startswith("linux"):
         return f"sandbox: programs can be isolated on Linux only, this is {platform.system()}; {REMOTE}"
-    if (kernel.MACHINE, "A") not in FILTERS:
-        return f"sandbox: no system-call filters for {kernel.MACHINE}; there are x86_64 and aarch64. Or {REMOTE}"
+    if (MACHINE, "A") not in FILTERS:
+        return f"sandbox: no system-call filters for {MACHINE}; there are x86_64 and aarch64. Or {REMOTE}"
     return ""
 
 

@@ -6,6 +6,7 @@ on the child's own channel, so this process's memory, which every child inherits
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import json
@@ -20,22 +21,23 @@ from . import child, kernel, objects, tester
 from .layers import Confinement
 
 _COMMON = """
-__future__ _bisect _collections_abc _datetime _decimal _heapq _json _random _struct abc array ast base64 binascii bisect
-builtins calendar cmath collections collections.abc contextlib copy copyreg csv dataclasses datetime decimal enum errno
-fractions functools gc hashlib heapq inspect io itertools json keyword linecache math numbers operator os os.path queue
-random re reprlib secrets select selectors shutil signal socket stat statistics string struct sys tempfile textwrap
-threading time traceback types typing unicodedata warnings weakref zlib
+__future__ _bisect _strptime _collections_abc _datetime _decimal _heapq _json _random _struct abc array ast base64
+binascii bisect builtins calendar cmath collections collections.abc contextlib copy copyreg csv dataclasses datetime
+decimal enum errno fractions functools gc hashlib heapq inspect io itertools json keyword linecache math numbers
+operator os os.path queue random re reprlib secrets select selectors shutil signal socket stat statistics string
+struct sys tempfile textwrap threading time traceback types typing unicodedata warnings weakref zlib
 """
 COMMON = _COMMON.split()
 """What solutions use: each costs every fork a little."""
 _RARE = """
 _blake2 _bz2 _csv _ctypes _hashlib _lzma _md5 _opcode _pickle _posixsubprocess _queue _sha1 _sha256 _sha512
-_statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures configparser
-contextvars ctypes difflib dis email encodings.idna encodings.latin_1 fileinput fnmatch getopt getpass gettext glob
-graphlib gzip hmac html html.parser imaplib importlib importlib.util ipaddress locale logging lzma marshal mimetypes
-opcode optparse pathlib pickle pickletools platform plistlib posixpath pprint profile pstats sched shelve shlex string
-stringprep subprocess symtable sysconfig tarfile timeit token tokenize tomllib trace unittest unittest.mock
-urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.ElementTree zipfile zoneinfo
+_statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures
+concurrent.futures.thread configparser contextvars ctypes difflib dis doctest email encodings.idna encodings.latin_1
+fileinput fnmatch getopt getpass gettext glob graphlib gzip hmac html html.parser imaplib importlib importlib.util
+ipaddress locale logging lzma marshal mimetypes opcode optparse pathlib pickle pickletools platform plistlib posixpath
+pprint profile pstats sched shelve shlex string stringprep subprocess symtable sysconfig tarfile timeit token tokenize
+tomllib trace unittest unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.ElementTree
+zipfile zoneinfo
 """
 RARE = _RARE.split()
 """What else they import where nothing can be opened any more: in layer C, and below a root's private folders."""
@@ -51,6 +53,10 @@ def preload(rare: bool, extra: list[str]) -> None:
             __import__(name)
     for name in extra:
         __import__(name)
+    from _sitebuiltins import Quitter
+
+    for name in ("exit", "quit"):  # the interpreter runs without `site`, which would make them
+        setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
     "".encode("unicode_escape")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mrl.errors import SandboxError
 from mrl.sandbox.isolation import frames
-from mrl.sandbox.isolation.supervisor import SETTINGS_ENV
+from mrl.sandbox.isolation.names import SETTINGS_ENV
 
 GRACE_SECONDS = 25.0
 """How long past an execution's deadline its supervisor may take to answer before it is given up."""

@@ -15,8 +15,7 @@ import sys
 from typing import Any
 
 from . import frames, kernel, layers, namespaces, server, watch
-
-SETTINGS_ENV = "MRL_SANDBOX"
+from .names import SETTINGS_ENV
 
 
 def main() -> None:

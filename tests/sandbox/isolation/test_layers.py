@@ -14,7 +14,7 @@ from mrl.errors import SandboxError
 from mrl.sandbox.execution import Call, Execution
 from mrl.sandbox.isolation import report, selftest
 from mrl.sandbox.isolation.client import IsolatedExecutor
-from mrl.sandbox.isolation.layers import LAYERS
+from mrl.sandbox.isolation.names import LAYERS
 from mrl.sandbox.isolation.server import COMMON, RARE
 
 ROOT = Path(__file__).parents[3]
@@ -67,6 +67,25 @@ def test_refusal_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         selftest.choose("auto", False)
 
 
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_get_a_clear_message(system: str) -> None:
+    """In a process in which what is missing there is missing."""
+    code = (
+        "import asyncio, subprocess, sys, tempfile, logging, concurrent.futures.thread\n"
+        f"sys.platform = {system!r}\n"
+        "for name in ('resource', 'fcntl', 'ctypes'): sys.modules[name] = None\n"
+        "from mrl.errors import SandboxError\n"
+        "from mrl.sandbox.isolation import report\n"
+        "from mrl.sandbox.isolation.client import IsolatedExecutor\n"
+        "print(report.describe().layer)\n"
+        "try: IsolatedExecutor(unsafe=True)\nexcept SandboxError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("None\n"), done.stderr
+    assert "Linux only" in done.stdout
+    assert "remote sandbox" in done.stdout
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="this user is an ordinary one already")
 def test_every_layer_holds_for_an_ordinary_user() -> None:
     code = (
@@ -90,6 +109,26 @@ def test_every_layer_holds_for_an_ordinary_user() -> None:
         pytest.skip("no interpreter and checkout that an ordinary user may read")
     expected = [selftest.test_layer(layer) for layer in LAYERS]
     assert done.stdout.count("holds=True") == sum(result.holds for result in expected), done.stdout
+
+
+def test_without_user_namespaces_another_layer_is_found() -> None:
+    """As in a container that forbids them: inside a user namespace below which no further one can be made."""
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin") if os.geteuid() == 0 else sys.executable
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    code = (
+        "from mrl.sandbox.isolation import selftest\n"
+        "print([(layer, selftest.test_layer(layer).holds) for layer in 'ABC'])"
+    )
+    command = ["unshare", "-Ur", "--mount-proc", "-pf", "--mount", "sh", "-c", script, str(python), code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd="/", timeout=120,
+        env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]},
+        **({"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}),
+    )  # fmt: skip
+    if done.returncode != 0:
+        pytest.skip(f"cannot be set up here: {done.stderr[-200:]}")
+    without = [("A", False), *((layer, selftest.test_layer(layer).holds) for layer in "BC")]
+    assert done.stdout.strip() == str(without)
 
 
 async def test_modules_that_solutions_import() -> None:
