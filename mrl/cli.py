@@ -355,6 +355,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "runs": (_lazily("mrl.runs_cli:runs"), "list, show, compare, export and delete runs"),
     "checkpoints": (_lazily("mrl.checkpoints_cli:checkpoints"), "list, verify, export or publish a run's checkpoints"),
     "replay": (_lazily("mrl.checkpoints_cli:replay"), "recompute a recorded step and show what differs"),
+    "sandbox": (_lazily("mrl.sandbox_cli:sandbox"), "grade a program, or say which isolation works here"),
     "doctor": (doctor, "what is installed, what works here, and why not"),
     "cache": (cache, "list or clear what is kept on disk"),
 }

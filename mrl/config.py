@@ -238,8 +238,9 @@ class RewardConfig(_Section):
     """Weights of a sum over the functions; None = their mean."""
     reward_timeout: float = Field(60.0, gt=0)
     """Seconds a reward function may take for one batch."""
-    sandbox: str = "process"
-    """Where tested programs run: `process` = own process group with limits (trusted enough for small models only)."""
+    sandbox: str = "auto"
+    """Where tested programs run: `auto` = `local`, isolated on this machine, where that works (`mrl sandbox check`), else
+    an error; `process` = limits only, for code that does not set out to cheat."""
     sandbox_timeout: float = Field(10.0, gt=0)
     """Wall-clock and CPU seconds a tested program may take."""
     sandbox_memory_mb: int = Field(512, ge=32)

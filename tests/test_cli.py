@@ -157,7 +157,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert mrl() == 0
     assert "mrl train quickstart" in capsys.readouterr().out
     assert mrl("--version") == 0
-    for command in ("train", "eval", "sample", "doctor", "cache"):
+    for command in ("train", "eval", "sample", "sandbox", "doctor", "cache"):
         assert mrl(command, "--help") == 0
 
 

@@ -48,7 +48,7 @@ def check(kind: str, member: Any, timeout: float = 20.0) -> Check:
 
 def test_the_defaults_work_here(report: Report) -> None:
     defaults = {(check.kind, check.name): check for check in report.checks if check.default}
-    assert set(defaults) == {("engine", "transformers"), ("backend", "inline"), ("sandbox", "process")}
+    assert set(defaults) == {("engine", "transformers"), ("backend", "inline"), ("sandbox", "auto")}
     assert {key: check.detail for key, check in defaults.items() if not check.ok} == {}
     assert report.ok
 
@@ -71,7 +71,7 @@ def test_machine_and_packages_are_the_real_ones(report: Report) -> None:
 def test_report_is_plain_data_and_readable(report: Report) -> None:
     assert json.loads(json.dumps(asdict(report)))["ok"] is True
     text = text_of(report)
-    assert "mrl works here with its defaults (transformers, inline, process)" in text
+    assert "mrl works here with its defaults (transformers, inline, auto)" in text
     assert "transformers (default)" in text
     broken = [replace(report.checks[0], ok=False, detail="[boom] it broke", fix="mend it"), *report.checks[1:]]
     text = text_of(replace(report, ok=False, checks=broken, problems=["[a] and b quarrel"]))

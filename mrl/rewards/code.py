@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from mrl.errors import DataError, RewardError
 from mrl.rewards.base import RewardRequest, Scores, completion_text
+from mrl.rewards.formats import parse_item, parse_table
 from mrl.sandbox.base import IOTest, Limits, Program, Sandbox, Status, Test, Verdict
 from mrl.types import Message
 
@@ -61,7 +62,7 @@ class CodeReward:
     bounded = True  # by each program's limits
 
     def __init__(self, sandbox: Sandbox | None = None, limits: Limits | None = None, name: str = "sandbox") -> None:
-        """sandbox: default, the shared process sandbox."""
+        """sandbox: default, one for the whole process, as `sandbox: auto` makes it."""
         self.name = name
         self._sandbox, self._limits = sandbox, limits or Limits()
 
@@ -183,6 +184,8 @@ def _parse_text(text: str) -> tuple[Test, ...]:
 
 def _parse_items(items: Any) -> tuple[Test, ...]:
     items = items.tolist() if hasattr(items, "tolist") else items
+    if isinstance(items, dict) and "inputs" in items:
+        return parse_table(items)
     if not isinstance(items, list | tuple):
         raise DataError(f"expected assert lines or a list, got {type(items).__name__}")
     if not items:
@@ -197,10 +200,13 @@ def _parse_item(number: int, item: Any) -> Test:
         if not _asserts(_parse_python(item)):
             raise DataError(f"test {number} asserts nothing: {item[:80]!r}")
         return item
-    if isinstance(item, dict) and isinstance(item.get("input"), str) and isinstance(item.get("output"), str):
-        if item.get("testtype", "stdin") != "stdin":
-            raise DataError(f"test {number} has testtype {item['testtype']!r}; only stdin tests and asserts can be run")
-        return IOTest(item["input"], item["output"])
+    if isinstance(item, dict):
+        try:
+            test = parse_item(item)
+        except DataError as error:
+            raise DataError(f"test {number}: {error}") from None
+        if test is not None:
+            return test
     raise DataError(f'test {number} is neither a string nor {{"input": str, "output": str}}: {str(item)[:80]!r}')
 
 
@@ -252,9 +258,9 @@ def _run_blocking(sandbox: Sandbox, programs: list[Program]) -> list[Verdict]:
 @functools.cache
 def _shared() -> Sandbox:
     """For callers that bring no sandbox: started once, ends with the process."""
-    from mrl.sandbox.process import ProcessSandbox
+    from mrl.sandbox.local import make_auto
 
-    sandbox = ProcessSandbox()
+    sandbox = make_auto()
     atexit.register(sandbox.shutdown)
     return sandbox
 

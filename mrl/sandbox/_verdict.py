@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.sandbox.base import IOTest, Limits, Status, TestResult, Verdict
+from mrl.sandbox.grading.compare import compare_output
 
 _RECORD = re.compile(r"(?P<nonce>[0-9a-f]{16}) (?P<kind>[SEMXPFGD]) (?P<index>\d{1,6})(?: (?P<detail>[ -~]*))?")
 _OWN_SIGNALS = {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS", "SIGPIPE"}
@@ -152,16 +153,6 @@ def _judge_output(run: Run) -> None:
     if run.status != "passed":
         run.tests = [TestResult(False, run.detail)]
         return
-    expected, got = _normal(run.io.output), _normal(run.stdout)
-    if got == expected:
-        run.tests = [TestResult(True)]
-        return
-    pairs = enumerate(zip(expected, got, strict=False))
-    line = next((number for number, (a, b) in pairs if a != b), min(len(expected), len(got)))
-    want, have = ("".join(lines[line : line + 1])[:200] for lines in (expected, got))
-    run.detail = f"stdout line {line + 1}: expected {want!r}, got {have!r}"
-    run.status, run.tests = "failed", [TestResult(False, run.detail)]
-
-
-def _normal(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    run.detail = compare_output(run.io, run.stdout)
+    run.tests = [TestResult(not run.detail, run.detail)]
+    run.status = "failed" if run.detail else "passed"

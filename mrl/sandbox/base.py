@@ -26,10 +26,15 @@ Status = Literal[
 
 @dataclass(frozen=True, slots=True)
 class IOTest:
-    """Run the program with `input` on stdin; its stdout must equal `output`, trailing white space aside."""
+    """Run the program with `input` on stdin; its stdout must be `output`."""
 
     input: str
     output: str
+    compare: Literal["lines", "exact", "tokens", "numbers"] = "lines"
+    """lines: equal but for white space at the ends of lines and of the text. exact: every character. tokens: the same
+    words. numbers: the same words, where two numbers that are not both whole may differ by `tolerance`."""
+    tolerance: float = 1e-6
+    """Relative or absolute."""
 
 
 Test = str | IOTest

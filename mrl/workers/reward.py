@@ -23,7 +23,7 @@ class RewardWorker:
         reward_funcs: Any = None,
         reward_weights: list[float] | None = None,
         reward_timeout: float | None = 60.0,
-        sandbox: str | Callable[[], Sandbox] = "process",
+        sandbox: str | Callable[[], Sandbox] = "auto",
         sandbox_limits: dict[str, Any] | None = None,
     ) -> None:
         """reward_funcs: see `resolve_rewards`. reward_weights: one per reward, for a weighted sum instead of the mean.

@@ -106,7 +106,8 @@ def test_parse_tests():
         ([{"input": ["1"], "output": ["2"]}], "test 0 is neither"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "functional"),
         (["assert a", "x = 1"], "test 1 asserts nothing"),
-        ('{"inputs": [], "outputs": []}', "got dict"),
+        ('{"inputs": [], "outputs": []}', "same length"),
+        ('{"input": "", "output": ""}', "got dict"),
     ],
 )
 def test_malformed_tests_are_data_errors(testcase, message):

@@ -6,7 +6,7 @@ import pytest
 
 from mrl.errors import ConfigError, RewardError
 from mrl.rewards.base import RewardRequest
-from mrl.sandbox.process import ProcessSandbox
+from mrl.sandbox.local import LocalSandbox
 from mrl.workers.reward import RewardWorker, make_limits
 
 
@@ -35,8 +35,8 @@ async def test_scores_with_code_tests_and_functions():
     assert report.metrics["step"] == 4
     assert report.metrics["sandbox/passed"] == 0.5
     assert pickle.loads(pickle.dumps(report)) == report
-    assert isinstance(worker._sandbox, ProcessSandbox)
-    supervisors = [s.process for s in worker._sandbox._idle]
+    assert isinstance(worker._sandbox, LocalSandbox)
+    supervisors = [s.process for s in worker._sandbox._executor._idle]
     await worker.close()
     assert all(process.poll() is not None for process in supervisors)
 

@@ -1,0 +1,116 @@
+"""The layers of isolation, and how a server and its children enter them.
+
+| layer | server | each child |
+|---|---|---|
+| A | user, pid, mount, ipc, net, uts namespaces; a root without /proc | pid and mount namespace, tmpfs, seccomp |
+| B | — | Landlock (reads the standard library, writes nothing), seccomp |
+| C | — | seccomp that opens no file |
+| unsafe | — | limits only |
+
+Every child of every layer gets rlimits, loses its capabilities and gains no_new_privs. Root becomes another user
+before any of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from typing import Any
+
+from . import kernel, landlock, namespaces
+from .names import LAYERS
+from .seccomp import Filter
+
+STACK_BYTES = 64 << 20
+FIRST_UID, UIDS = 61184, 4336  # systemd's range for users made up on the spot
+
+
+def become_nobody(paths: list[str], layer: str) -> tuple[int | None, dict[str, str]]:
+    """As root: give up every right, for good. Returns the new user id (None: same as before) and where `paths` are."""
+    where = {path: path for path in paths}
+    if os.geteuid() != 0:
+        return None, where
+    uid = FIRST_UID + os.getpid() % UIDS
+    if layer == "A":
+        with contextlib.suppress(PermissionError):  # root that may not mount (containers): the paths must be public
+            where = namespaces.stage(paths)
+    try:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError:  # root of a user namespace without other users: the capabilities go all the same, in each child
+        return None, where
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root and no ids can be mapped
+    return uid, where
+
+
+def is_public(path: str) -> bool:
+    """Whether every user may enter all folders down to `path`."""
+    while os.stat(path).st_mode & 1:
+        if path == "/":
+            return True
+        path = os.path.dirname(path)
+    return False
+
+
+class Confinement:
+    """What the children of one server enter. Built before the first fork."""
+
+    def __init__(self, layer: str, readable: list[str], uid: int | None) -> None:
+        self.layer = layer
+        self.readable = [path for path in readable if os.access(path, os.R_OK | os.X_OK)]  # else: only preloaded ones
+        self.own_user = uid is not None or layer == "A"  # then the kernel counts its threads and nobody else's
+        self.filter = Filter(layer) if layer in LAYERS else None
+
+    def enter(self, limits: dict[str, Any], parent: int, baseline: int) -> None:
+        """In the child: everything of the layer. baseline: address space it was born with. Raises OSError."""
+        if self.layer == "A":
+            namespaces.private_scratch(limits["file_mb"])
+        else:
+            os.chdir("/")
+        os.umask(0o077)
+        set_limits(limits, baseline, self.own_user)
+        kernel.drop_capabilities()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if self.layer != "A" and os.getppid() != parent:
+            os._exit(1)
+        if self.layer == "B":
+            landlock.restrict(self.readable)
+        if self.filter is not None:
+            self.filter.load(os.getpid())
+
+
+def set_limits(limits: dict[str, Any], baseline: int, own_user: bool) -> None:
+    """Soft equal to hard, so that nothing can be raised. In a pid namespace's first process the kernel drops SIGXCPU:
+    a hard limit's SIGKILL is what ends it."""
+    cpu = max(1, -int(-limits["cpu_seconds"] // 1))
+    exact = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_AS: baseline + (limits["memory_mb"] << 20),
+        resource.RLIMIT_NPROC: thread_limit(limits["processes"], own_user),
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_STACK: STACK_BYTES,
+    }
+    for kind, wanted in exact.items():
+        ceiling = resource.getrlimit(kind)[1]
+        value = wanted if ceiling == resource.RLIM_INFINITY else min(wanted, ceiling)
+        resource.setrlimit(kind, (value, value))
+
+
+def thread_limit(wanted: int, own_user: bool) -> int:
+    """RLIMIT_NPROC counts the threads of a user: the server's and supervisor's, and those of a second child, are among
+    them. Without a user of our own everybody's are counted: then it only stops a flood."""
+    if own_user:
+        return wanted + 3
+    try:
+        with open("/proc/loadavg") as file:
+            return wanted + 64 + int(file.read().split()[3].partition("/")[2])
+    except OSError:
+        return wanted + 4096

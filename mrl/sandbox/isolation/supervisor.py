@@ -1,0 +1,102 @@
+"""One slot: a process that is not the trainer's, with a fork-server under it.
+
+Loaded by `client` into a bare interpreter. It gives up root's rights, warms the modules up, splits the server off, and
+then runs one execution after another: it alone talks with the client and with the program, holds the deadlines and
+counts the output. When the client closes its end, or the server fails, it ends, and everything below ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from . import frames, kernel, layers, namespaces, server, watch
+from .names import SETTINGS_ENV
+
+
+def main() -> None:
+    """Settings are the JSON in SETTINGS_ENV; fd 0 is the client. Says `ready`, or `failed` and why."""
+    control = os.dup(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    settings = json.loads(os.environ[SETTINGS_ENV])
+    os.environ.clear()
+    os.umask(0o077)
+    try:
+        requests = start(settings)
+    except (OSError, ImportError, LookupError, RuntimeError) as error:
+        frames.write(control, frames.pack(b"f", f"{type(error).__name__}: {error}".encode()))
+        return
+    frames.write(control, frames.pack(b"r"))
+    parent = os.getppid()
+    while True:
+        message = watch.wait_for_request(control, requests, parent)
+        if message is None:
+            return
+        observation = watch.run(message, requests, control)
+        if observation is None:
+            return
+        frames.write(control, frames.pack(b"o", json.dumps(observation).encode()))
+        if observation["status"] == "sandbox_error":
+            return  # a new supervisor is cheaper than knowing what this one is still good for
+
+
+def start(settings: dict[str, Any]) -> socket.socket:
+    """The socket to a server that is ready. Raises OSError, ImportError, RuntimeError."""
+    layer = settings["layer"]
+    sys.path[:] = [path for path in sys.path if path and os.path.isdir(path)] + settings["paths"]
+    hidden = os.geteuid() == 0 and layer != "A" and not all(map(layers.is_public, sys.path))
+    server.preload(layer == "C" or hidden, settings["modules"])
+    for path in sys.path:
+        sys.path_importer_cache.pop(path, None)
+    readable = [path for path in sys.path if not any(path.startswith(other + "/") for other in sys.path)]
+    uid, where = layers.become_nobody(readable, layer)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_ids = os.getuid(), os.getgid()
+    pid = kernel.fork_into(namespaces.SERVER_NAMESPACES) if layer == "A" else os.fork()
+    if pid == 0:
+        run_server(theirs, layer, where, readable, uid, own_ids)
+    theirs.close()
+    ours.settimeout(20)
+    answer = ours.recv(65536)
+    if answer != b"ready":
+        raise RuntimeError(answer.decode(errors="replace") or "the server ended at its start")
+    return ours
+
+
+def run_server(
+    requests: socket.socket,
+    layer: str,
+    where: dict[str, str],
+    readable: list[str],
+    uid: int | None,
+    own_ids: tuple[int, int],
+) -> None:
+    """In the server. Never returns."""
+    try:
+        if layer == "A":
+            namespaces.map_ids(*own_ids)
+        with open("/proc/self/oom_score_adj", "w") as file:  # the kernel takes the program before the trainer
+            file.write("1000")
+        with open("/proc/self/statm") as file:
+            baseline = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        os.dup2(requests.fileno(), 3, inheritable=False)
+        os.closerange(4, 4096)
+        requests.detach()
+        requests = socket.socket(fileno=3)
+        if layer == "A":
+            namespaces.enter_new_root(where)
+        confinement = layers.Confinement(layer, readable, uid)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        server.serve(requests, confinement, baseline)
+    except BaseException as error:
+        try:
+            requests.send(f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(1)

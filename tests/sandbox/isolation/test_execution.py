@@ -1,0 +1,147 @@
+"""Good and hostile programs, in every layer there is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mrl.sandbox.base import Limits
+from mrl.sandbox.execution import Call, Observation
+
+Run = Callable[..., Observation]
+
+F = "def f(x):\n    return x\n"
+
+
+def test_calls_are_answered_in_order(run: Run) -> None:
+    values = (None, True, 1, 2**100, 1.5, "é\0", b"\xff", (1, [2, {3}]), {1: {(2,): frozenset([3])}}, 1j)
+    seen = run(F, *(Call("f", (value,)) for value in values))
+    assert seen.status == "done"
+    assert [answer.value for answer in seen.answers] == list(values)
+    assert [type(answer.value) for answer in seen.answers] == [type(value) for value in values]
+
+
+def test_what_a_call_raises_or_cannot_give(run: Run) -> None:
+    code = "class E(ValueError): pass\ndef f(): raise E('no')\ndef g(): return object()\ndef h(a, *, b): return a - b"
+    seen = run(code, Call("f"), Call("g"), Call("h", (5,), (("b", 3),)), Call("nope"), Call("f"))
+    assert seen.status == "done"
+    assert seen.answers[0].bases[:2] == ("E", "ValueError")
+    assert "no" in seen.answers[0].detail
+    assert (seen.answers[1].opaque, seen.answers[1].type_name) == (True, "object")
+    assert seen.answers[2].value == 2
+    assert seen.answers[3].type_name == "NameError"
+
+
+def test_scripts_read_and_print(run: Run) -> None:
+    seen = run("import sys\nprint(sum(map(int, input().split())))\nsys.stderr.write('e')", stdin="1 2 3\n")
+    assert (seen.status, seen.stdout, seen.stderr, seen.exit_code) == ("done", "6\n", "e", 0)
+    assert run("import atexit\natexit.register(lambda: print('bye'))\nraise SystemExit").stdout == "bye\n"
+    assert run("import sys; sys.exit(3)").status == "exited"
+    assert run("input()").exception.startswith("EOFError")
+
+
+@pytest.mark.parametrize(
+    "leave", ["import os; os._exit(0)", "raise SystemExit(0)", "import sys; sys.exit(0)", "raise SystemExit"]
+)
+def test_leaving_is_no_answer(run: Run, leave: str) -> None:
+    seen = run(leave, Call("f"))
+    assert seen.status == "exited"
+    assert seen.answers[0].kind == "unanswered"
+
+
+def test_answers_before_a_crash_count(run: Run) -> None:
+    code = F + "def crash():\n    import ctypes\n    ctypes.string_at(0)\n"
+    seen = run(code, Call("f", (1,)), Call("crash"), Call("f", (2,)))
+    assert (seen.status, seen.signal) == ("crashed", 11)
+    assert [answer.kind for answer in seen.answers] == ["value", "unanswered", "unanswered"]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("while True: pass", "timeout"),
+        ("import time; time.sleep(60)", "timeout"),
+        ("import signal\nfor s in range(1, 65):\n  try: signal.signal(s, signal.SIG_IGN)\n  except Exception: pass\n"
+         "while True: pass", "timeout"),
+        ("x = bytearray(10**10)", "memory"),
+        ("x = []\nwhile True: x.append('x' * 10**6)", "memory"),
+        ("while True: print('x' * 10000)", "output_limit"),
+        ("import os\nwhile True: os.write(2, b'x' * 10000)", "output_limit"),
+        ("1 / 0", "error"),
+        ("def f(:", "error"),
+        ("def f(n): return f(n + 1)\nf(0)", "error"),
+        ("import os\nos.fork()", "error"),
+        ("import os\nos.write(3, bytes(5))", "protocol"),
+        ("import os\nos.write(3, b'\\xff' * 5)", "protocol"),
+        ("import os\nos.write(3, b'\\0\\0\\0\\x12V' + b'0' * 16 + b'{}')", "protocol"),
+    ],
+)  # fmt: skip
+def test_ends(run: Run, code: str, status: str) -> None:
+    limits = Limits(wall_seconds=1.5, cpu_seconds=1, memory_mb=256)
+    seen = run(code, Call("f"), limits=limits)
+    assert seen.status == status, seen
+    assert seen.wall_seconds < 3
+
+
+def test_a_thousand_threads_are_refused(run: Run) -> None:
+    code = (
+        "import threading\n"
+        "def f(n):\n    e = threading.Event()\n    t = [threading.Thread(target=e.wait) for _ in range(n)]\n"
+        "    try:\n        for x in t: x.start()\n    finally:\n        e.set()\n    return n\n"
+    )
+    seen = run(code, Call("f", (8,)), Call("f", (1000,)))
+    assert seen.answers[0].value == 8
+    assert seen.answers[1].type_name == "RuntimeError"
+
+
+def test_descriptors_and_scratch_are_limited(run: Run) -> None:
+    code = (
+        "import os\n"
+        "def dups():\n    n = 0\n    try:\n        while True: os.dup(0); n += 1\n    except OSError: return n\n"
+        "def fill():\n    n = 0\n    try:\n        while True:\n"
+        "            with open(f'f{n}', 'wb') as f: f.write(bytes(1 << 20))\n"
+        "            n += 1\n    except OSError: return n\n"
+    )
+    seen = run(code, Call("dups"), Call("fill"))
+    assert seen.answers[0].value < 64
+    assert seen.answers[1].value <= 16
+
+
+def test_later_arguments_are_not_there_yet(run: Run) -> None:
+    """Everything the process can read of its channel before the first call was answered."""
+    code = (
+        "import os, time, select\n"
+        "def peek(_):\n    return select.select([3], [], [], 0.1)[0]\n"
+        "early = select.select([3], [], [], 0.1)[0]\n"
+        "def first(): return early\n"
+    )
+    seen = run(code, Call("first"), Call("peek", ("a",)), Call("peek", ("b",)))
+    assert [answer.value for answer in seen.answers] == [[], [], []]
+
+
+def test_an_answer_written_ahead_is_refused(run: Run) -> None:
+    code = "import os\ndef f():\n    os.write(3, b'\\0\\0\\0\\x13V' + b'0' * 16 + b'1.0')\n    return 1\n"
+    assert run(code, Call("f"), Call("f")).status == "protocol"
+
+
+def test_nothing_survives_into_the_next_execution(run: Run) -> None:
+    poison = (
+        "import builtins, sys, json, os\nbuiltins.len = lambda x: 99\nsys.modules['math'] = None\n"
+        "json.dumps = None\nsys.setrecursionlimit(50)\nos.write = None\n"
+        "try: open('left', 'w').write('x')\nexcept OSError: pass\n"
+        "SECRET = 'earlier-' + 'program'\n"
+    )
+    run(poison)
+    code = (
+        "import math, os, gc\n"
+        "def f(): return [len([1]), math.pi > 3, os.path.exists('left')]\n"
+        "def seen(): return [o for o in gc.get_objects() if type(o) is dict and 'SECRET' in o] != []\n"
+    )
+    seen = run(code, Call("f"), Call("seen"))
+    assert [answer.value for answer in seen.answers] == [[1, True, False], False]
+
+
+def test_the_same_program_does_the_same_thing(run: Run) -> None:
+    code = "import random\ndef f(): return [random.random(), hash('a'), list({'a', 'b', 'c'})]"
+    assert run(code, Call("f")).answers == run(code, Call("f")).answers

@@ -1,0 +1,145 @@
+"""The forbidden acts, in every layer, as this user and as an ordinary one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.errors import SandboxError
+from mrl.sandbox.execution import Call, Execution
+from mrl.sandbox.isolation import report, selftest
+from mrl.sandbox.isolation.client import IsolatedExecutor
+from mrl.sandbox.isolation.names import LAYERS
+from mrl.sandbox.isolation.server import COMMON, RARE
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_some_layer_holds_here() -> None:
+    found = report.describe()
+    assert found.layer in LAYERS, found.lines()
+    assert found.layer == next(result.layer for result in found.results if result.holds)
+
+
+async def test_the_acts_bite_without_a_layer(tmp_path: Path) -> None:
+    """The self-test can fail: with limits only, the same program gets through."""
+    canary = tmp_path / "canary"
+    canary.write_text("x")
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == os.getuid() and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o005)
+    facts = {
+        "pid": os.getpid(), "folder": str(tmp_path), "file": str(canary), "port": 1, "path": "/none",
+        "abstract": "none", "threads": 1, "memory": 1, "descriptors": 1,
+        "skip": ["replace the process", "signal every process"],
+    }  # fmt: skip
+    executor = IsolatedExecutor(slots=1, layer="unsafe", unsafe=True)
+    canary.chmod(0o644)
+    seen = (await executor.execute([Execution(selftest.PROBE.read_text(), (Call("probe", (facts,)),))]))[0]
+    await executor.close()
+    assert seen.answers[0].kind == "value", seen
+    through = set(seen.answers[0].value)
+    assert {"read /etc/passwd", "fork", "start a program", "listen", "read /proc/self/environ"} <= through
+
+
+def test_unsafe_must_be_asked_for() -> None:
+    with pytest.raises(SandboxError, match="unsafe=True"):
+        IsolatedExecutor(layer="unsafe")
+    with pytest.raises(SandboxError, match="unknown"):
+        IsolatedExecutor(layer="D")
+
+
+def test_refusal_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = {layer: selftest.LayerResult(layer, False, f"no {layer}") for layer in LAYERS}
+    monkeypatch.setattr(selftest, "test_layer", lambda layer, python: failing[layer])
+    with pytest.raises(SandboxError, match=r"layer A: no A; layer B: no B; layer C: no C.*unsafe=True"):
+        selftest.choose("auto", False)
+    assert selftest.choose("auto", True) == "unsafe"
+    failing["C"] = selftest.LayerResult("C", True, "")
+    assert selftest.choose("auto", True) == "C"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SandboxError, match="Linux only"):
+        selftest.choose("auto", False)
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_get_a_clear_message(system: str) -> None:
+    """In a process in which what is missing there is missing."""
+    code = (
+        "import asyncio, subprocess, sys, tempfile, logging, concurrent.futures.thread\n"
+        f"sys.platform = {system!r}\n"
+        "for name in ('resource', 'fcntl', 'ctypes'): sys.modules[name] = None\n"
+        "from mrl.errors import SandboxError\n"
+        "from mrl.sandbox.isolation import report\n"
+        "from mrl.sandbox.isolation.client import IsolatedExecutor\n"
+        "print(report.describe().layer)\n"
+        "try: IsolatedExecutor(unsafe=True)\nexcept SandboxError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("None\n"), done.stderr
+    assert "Linux only" in done.stdout
+    assert "remote sandbox" in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="this user is an ordinary one already")
+def test_every_layer_holds_for_an_ordinary_user() -> None:
+    code = (
+        "import os\nfrom mrl.sandbox.isolation import selftest\nassert os.geteuid() != 0\n"
+        "print([selftest.test_layer(layer) for layer in 'ABC'])"
+    )
+    for python in (sys.executable, shutil.which("python3", path="/usr/bin:/usr/local/bin")):
+        command = [python, "-c", code]
+        if python is None:
+            continue
+        try:
+            done = subprocess.run(
+                command, user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True, timeout=120,
+                env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            )  # fmt: skip
+        except PermissionError:
+            continue
+        if done.returncode == 0:
+            break
+    else:
+        pytest.skip("no interpreter and checkout that an ordinary user may read")
+    expected = [selftest.test_layer(layer) for layer in LAYERS]
+    assert done.stdout.count("holds=True") == sum(result.holds for result in expected), done.stdout
+
+
+def test_without_user_namespaces_another_layer_is_found() -> None:
+    """As in a container that forbids them: inside a user namespace below which no further one can be made."""
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin") if os.geteuid() == 0 else sys.executable
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    code = (
+        "from mrl.sandbox.isolation import selftest\n"
+        "print([(layer, selftest.test_layer(layer).holds) for layer in 'ABC'])"
+    )
+    command = ["unshare", "-Ur", "--mount-proc", "-pf", "--mount", "sh", "-c", script, str(python), code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd="/", timeout=120,
+        env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]},
+        **({"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}),
+    )  # fmt: skip
+    if done.returncode != 0:
+        pytest.skip(f"cannot be set up here: {done.stderr[-200:]}")
+    without = [("A", False), *((layer, selftest.test_layer(layer).holds) for layer in "BC")]
+    assert done.stdout.strip() == str(without)
+
+
+async def test_modules_that_solutions_import() -> None:
+    """Every module preloaded for layer C can also be imported where less is preloaded, by name."""
+    names = [name for name in COMMON + RARE if not name.startswith("_") and name != "imaplib"]
+    code = "def f(name):\n    __import__(name)\n    return name"
+    for layer in LAYERS:
+        if not selftest.test_layer(layer).holds:
+            continue
+        executor = IsolatedExecutor(slots=1, layer=layer)
+        seen = (await executor.execute([Execution(code, tuple(Call("f", (name,)) for name in names))]))[0]
+        await executor.close()
+        missing = {name for name, answer in zip(names, seen.answers, strict=True) if answer.kind != "value"}
+        assert missing <= {"bz2", "lzma", "ctypes", "symtable", "uuid"}, (layer, missing)

@@ -1,0 +1,215 @@
+"""Nothing is left behind, nothing is lost, nothing is invented."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.sandbox.base import Limits
+from mrl.sandbox.execution import Call, Execution, Observation
+from mrl.sandbox.isolation.client import IsolatedExecutor
+
+GOOD = Execution("def f(x):\n    return x * 2\n", (Call("f", (21,)), Call("f", ("ab",))))
+QUICK = Limits(wall_seconds=0.4, cpu_seconds=1, memory_mb=128, output_bytes=10_000)
+HOSTILE = [
+    "while True: pass", "import os; os._exit(0)", "import os; os.write(3, b'x' * 5000)", "print('x' * 100_000)",
+    "import os; os.fork()", "x = bytearray(10**9)", "import ctypes; ctypes.string_at(0)",
+    "import os; os.closerange(0, 99)",
+    "import threading, time\nfor _ in range(50): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+    "import gc, os\nfor o in gc.get_objects():\n    if type(o) is dict: o.clear()",
+    "import sys; sys.stdout = None; 1/0",
+    "open('x', 'w').write('x' * 10**7)", "import os; os.kill(os.getpid(), 9)", "import os; os.kill(-1, 9)",
+]  # fmt: skip
+
+
+def answered(seen: Observation) -> bool:
+    return seen.status == "done" and [answer.value for answer in seen.answers] == [42, "abab"]
+
+
+def descendants() -> set[int]:
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                parents[int(name)] = int(Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found, grown = {os.getpid()}, True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        grown, found = bool(more), found | more
+    return found - {os.getpid()}
+
+
+def footprint() -> tuple[object, ...]:
+    return descendants(), len(os.listdir("/proc/self/fd")), Path("/proc/self/mounts").read_text(), temporary()
+
+
+def temporary() -> set[str]:
+    return set(os.listdir(tempfile.gettempdir()))
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others on this machine have files in the shared one
+
+
+async def mixed(count: int, layer: str = "auto") -> None:
+    """Good ones all pass; the slots' own processes do not grow; afterwards nothing is left."""
+    await IsolatedExecutor(slots=1, layer=layer).close()
+    before = footprint()
+    executor = IsolatedExecutor(slots=2, layer=layer)
+    dice = random.Random(0)
+    executions = [
+        GOOD if dice.random() < 0.7 else Execution(dice.choice(HOSTILE), (Call("f", (1,)),), limits=QUICK)
+        for _ in range(count)
+    ]
+    seen = await executor.execute(executions)
+    during = len(descendants() - before[0])  # type: ignore[operator]
+    counts = [len(os.listdir(f"/proc/{slot.process.pid}/fd")) for slot in executor._idle]
+    await executor.close()
+    assert [s for e, s in zip(executions, seen, strict=True) if e is GOOD and not answered(s)] == []
+    for execution, one in zip(executions, seen, strict=True):
+        assert execution is GOOD or all(a.kind != "value" for a in one.answers), one
+        assert one.status != "sandbox_error", one
+    assert during == 4  # a supervisor and a server per slot
+    assert max(counts) <= 8, counts
+    assert footprint() == before
+
+
+async def test_hundreds_of_mixed_executions_leave_nothing() -> None:
+    await mixed(160)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["A", "B", "C"])
+async def test_thousands_of_mixed_executions_leave_nothing(layer: str) -> None:
+    await mixed(3400, layer)
+
+
+async def test_a_killed_supervisor_comes_back() -> None:
+    others = descendants()
+    executor = IsolatedExecutor(slots=2)
+    await executor.execute([GOOD] * 4)
+    stop = threading.Event()
+    kills = 0
+
+    def assassin() -> None:
+        nonlocal kills
+        dice = random.Random(1)
+        while not stop.is_set():
+            victims = sorted(descendants() - others)
+            if victims:
+                try:
+                    os.kill(dice.choice(victims), signal.SIGKILL)
+                    kills += 1
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.25)
+
+    thread = threading.Thread(target=assassin)
+    thread.start()
+    seen = []
+    try:
+        for _ in range(8):
+            seen += await executor.execute([GOOD] * 25)
+    finally:
+        stop.set()
+        thread.join()
+    after = await executor.execute([GOOD] * 4)
+    await executor.close()
+    assert kills >= 2
+    assert all(map(answered, after))
+    for one in seen:  # a child that was hit is `killed`: data; but no answer is ever wrong
+        assert answered(one) or one.status in ("killed", "sandbox_error"), one
+        assert all(a.kind == "unanswered" or a.value in (42, "abab") for a in one.answers)
+    assert sum(map(answered, seen)) >= len(seen) - kills
+    assert descendants() == others
+
+
+@pytest.mark.parametrize("layer", ["A", "B", "C"])
+def test_a_killed_trainer_leaves_nothing(layer: str) -> None:
+    code = (
+        "import asyncio, sys\nfrom mrl.sandbox.execution import *\n"
+        "from mrl.sandbox.isolation.client import IsolatedExecutor\n"
+        f"e = IsolatedExecutor(slots=2, layer={layer!r}, unsafe=True)\n"
+        "f = [e.submit(Execution('while True: pass')) for _ in range(2)]\n"
+        "import time; time.sleep(1)\nprint('running', flush=True)\ntime.sleep(60)"
+    )
+    others = descendants()
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ))
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"running\n"
+    below = descendants() - {trainer.pid} - others
+    assert len(below) >= 6  # supervisor, server, program; twice
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in below):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_sleeper_holds_nobody_up() -> None:
+    executor = IsolatedExecutor(slots=2)
+    executions = [Execution("import time; time.sleep(2.5)"), *[GOOD] * 60]
+    started, ends = time.monotonic(), {}
+    async for index, one in executor.execute_stream(executions):
+        ends[index] = time.monotonic() - started
+        assert index == 0 or answered(one)
+    await executor.close()
+    assert len(ends) == 61
+    assert max(ends[index] for index in range(1, 61)) < ends[0]
+
+
+async def test_cancelling_kills_what_it_started() -> None:
+    executor = IsolatedExecutor(slots=1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(executor.execute([Execution("while True: pass"), GOOD]), 0.5)
+    started = time.monotonic()
+    assert answered((await executor.execute([GOOD]))[0])
+    assert time.monotonic() - started < 5
+    await executor.close()
+
+
+def test_threads_and_event_loops_share_an_executor() -> None:
+    executor = IsolatedExecutor(slots=2)
+    seen: list[Observation] = []
+
+    def loop() -> None:
+        seen.extend(asyncio.run(executor.execute([GOOD] * 10)))
+
+    threads = [threading.Thread(target=loop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    executor.shutdown()
+    executor.shutdown()
+    assert len(seen) == 40
+    assert all(map(answered, seen))
+
+
+def test_a_closed_executor_says_so() -> None:
+    executor = IsolatedExecutor(slots=1)
+    executor.shutdown()
+    with pytest.raises(RuntimeError):
+        executor.submit(GOOD)
