@@ -1,0 +1,27 @@
+"""Every option of a run, once: the same names in Python, YAML and on the command line.
+
+`OrchestratorConfig` groups the options by concern. `MRLTrainer(**options)`, a recipe's top level and the command line's
+flags use them flat (`learning_rate`, not `training.learning_rate`): no two sections share a field name. The sentence
+under each field is its documentation and the command line's help.
+"""
+
+from mrl.config.data import DataConfig
+from mrl.config.model import ModelConfig
+from mrl.config.orchestrator import OrchestratorConfig, flat_fields, nest
+from mrl.config.recipe import load_yaml
+from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
+from mrl.config.training import TrainingConfig
+
+__all__ = [
+    "DataConfig",
+    "GenerationConfig",
+    "ModelConfig",
+    "OrchestratorConfig",
+    "RewardConfig",
+    "RunConfig",
+    "RuntimeConfig",
+    "TrainingConfig",
+    "flat_fields",
+    "load_yaml",
+    "nest",
+]

@@ -1,0 +1,137 @@
+"""All sections together, and their flat names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Self
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from mrl.config.data import DataConfig
+from mrl.config.model import ModelConfig
+from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
+from mrl.config.section import Section, unknown_option
+from mrl.config.training import TrainingConfig
+from mrl.errors import ConfigError
+
+
+class OrchestratorConfig(Section):
+    """Every option of a run. Build it from sections, or flat with `from_flat`."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
+
+    @classmethod
+    def from_flat(cls, **options: Any) -> OrchestratorConfig:
+        """Build it from flat names. Raises ConfigError for an unknown name (with the nearest one) or a bad value."""
+        return cls(**nest(options))
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its flat name."""
+        return {name: getattr(getattr(self, section), name) for name, (section, _) in flat_fields().items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data by section, for YAML and JSON. Callables and datasets become a description of themselves."""
+        return {
+            section: {name: _plain(getattr(part, name)) for name in type(part).model_fields}
+            for section, part in ((name, getattr(self, name)) for name in type(self).model_fields)
+        }
+
+    @model_validator(mode="after")
+    def _sampling_stops_where_training_does(self) -> Self:
+        given = self.training.model_fields_set | self.generation.model_fields_set
+        if "max_completion_length" in given and "max_tokens" not in given:
+            self.generation.max_tokens = self.training.max_completion_length
+        return self
+
+    def notices(self) -> list[str]:
+        """What a user should know before the run starts: where one option changes what another means."""
+        notes = []
+        limit, sampled = self.training.max_completion_length, self.generation.max_tokens
+        if sampled > limit:
+            notes.append(
+                f"max_tokens ({sampled}) is above max_completion_length ({limit}): completions longer than {limit} "
+                "tokens are scored and stored whole, and left out of the loss (counted as rollout/overlong). "
+                f"Set max_tokens to {limit} to stop sampling there."
+            )
+        elif sampled < limit and "max_completion_length" in self.training.model_fields_set:
+            notes.append(f"max_tokens ({sampled}) ends completions before max_completion_length ({limit}).")
+        if self.runtime.backend == "inline":
+            ignored = [n for n in ("actor_gpu", "rollout_gpu") if n in self.runtime.model_fields_set]
+            if ignored:
+                notes.append(f"{' and '.join(ignored)}: backend inline rents no machines and uses this one's device.")
+        if self.training.importance_sampling == "none" and (
+            self.generation.top_p < 1 or self.generation.top_k or self.generation.min_p
+        ):
+            notes.append(
+                "top_p, top_k or min_p cut the sampled distribution and importance_sampling is none: the policy "
+                "gradient is biased. Use importance_sampling: truncated, or sample from everything (top_p: 1)."
+            )
+        return notes
+
+
+def flat_fields() -> dict[str, tuple[str, FieldInfo]]:
+    """Flat option name → (its section, its pydantic field), in the order of this file."""
+    return {
+        name: (section, field)
+        for section, part in OrchestratorConfig.model_fields.items()
+        for name, field in part.annotation.model_fields.items()  # type: ignore[union-attr]
+    }
+
+
+def nest(options: dict[str, Any]) -> dict[str, Any]:
+    """Options by section. Takes flat names, whole sections, or both; raises ConfigError for names there are not."""
+    fields, sections = flat_fields(), OrchestratorConfig.model_fields
+    nested: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in sections and (isinstance(value, (dict, BaseModel)) or name not in fields):
+            values = value if isinstance(value, dict) else _set_values(name, value)
+            for inner in values:
+                if inner not in sections[name].annotation.model_fields:  # type: ignore[union-attr]
+                    raise ConfigError(unknown_option(f"{name}.{inner}", inner, list(fields)))
+            _merge(nested.setdefault(name, {}), values)
+        elif name in fields:
+            _merge(nested.setdefault(fields[name][0], {}), {name: value})
+        else:
+            raise ConfigError(unknown_option(name, name, [*fields, *sections]))
+    return nested
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if name in into and into[name] != value:
+            raise ConfigError(f"{name} is given twice, as {into[name]!r} and {value!r}: give it once")
+        into[name] = value
+
+
+def _set_values(section: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, BaseModel):
+        raise ConfigError(f"{section} is a group of options, found {value!r}; write them below it, or flat")
+    return {name: getattr(value, name) for name in value.model_fields_set}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(v, (str, int, float)) or callable(v) for v in value):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if callable(value):
+        try:
+            line = inspect.getsourcelines(value)[1]
+            return f"<{value.__module__}.{value.__qualname__}, {inspect.getsourcefile(value)}:{line}>"
+        except (TypeError, OSError, AttributeError):
+            return f"<{type(value).__name__} {getattr(value, '__name__', '')}>"
+    return f"<{type(value).__name__}, {len(value)} rows>" if hasattr(value, "__len__") else f"<{type(value).__name__}>"

@@ -1,0 +1,42 @@
+"""Recipes: YAML files of options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.errors import ConfigError
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """A recipe's options, flat or by section. Raises ConfigError naming file and line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); give the path of a YAML recipe") from None
+    try:
+        options = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+    if options is None:
+        return {}
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise ConfigError(f"{path}: a recipe is a list of `option: value` lines, found {type(options).__name__}")
+    return {key: _yaml_numbers(value) for key, value in options.items()}
+
+
+def _yaml_numbers(value: Any) -> Any:
+    """YAML 1.1 reads `1e-5` as text (it wants `1.0e-5`); people write the former."""
+    if isinstance(value, dict):
+        return {key: _yaml_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, str) and "e" in value.lower() and value[:1] in "+-.0123456789":
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

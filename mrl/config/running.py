@@ -1,0 +1,98 @@
+"""Options of the rollouts, the score, the places where things run, and the record."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from mrl.config.section import Section
+from mrl.errors import ConfigError
+
+
+class GenerationConfig(Section):
+    """The rollouts: the distribution completions are drawn from, and when they stop."""
+
+    max_tokens: int = Field(8000, ge=1)
+    """Sampling stops after so many tokens; where only `max_completion_length` is given, there. Completions longer than
+    `max_completion_length` are scored and stored, and left out of the loss."""
+    temperature: float = Field(0.7, ge=0)
+    """Logits are divided by it, while sampling and while training."""
+    top_p: float = Field(0.9, gt=0, le=1)
+    """Sample from the smallest set of tokens whose probability reaches this; 1 = from all."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k most likely tokens; 0 = from all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Drop tokens less likely than this fraction of the most likely one; 0 = none."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a completion, besides the model's own end token."""
+
+
+class RewardConfig(Section):
+    """The score: which functions, how they are joined, where untrusted code runs."""
+
+    reward_funcs: Any = None
+    """One or several of: `sandbox` (run the tests: 0 or 1), `sandbox_partial` (fraction passed), `file.py:function`,
+    `package.module:function`, or callables (Python only). None = `sandbox`."""
+    reward_weights: list[float] | None = None
+    """Weights of a sum over the functions; None = their mean."""
+    reward_timeout: float = Field(60.0, gt=0)
+    """Seconds a reward function may take for one batch."""
+    sandbox: str = "auto"
+    """Where tested programs run: `auto` = `local`, isolated on this machine, where that works (`mrl sandbox check`),
+    else an error; `process` = limits only, for code that does not set out to cheat."""
+    sandbox_timeout: float = Field(10.0, gt=0)
+    """Wall-clock and CPU seconds a tested program may take."""
+    sandbox_memory_mb: int = Field(512, ge=32)
+    """Address space a tested program may use, in MB."""
+
+
+class RuntimeConfig(Section):
+    """Where things run and how weights travel."""
+
+    backend: str = "inline"
+    """Where workers live: `inline` = objects in this process."""
+    engine: str = "transformers"
+    """What rollout workers generate with."""
+    num_rollout_workers: int = Field(2, ge=1)
+    """Workers that generate. In one process one is best; with `direct` they all share the actor's weights."""
+    actor_gpu: str = "A100"
+    """GPU type of the actor on backends that rent machines; `inline` uses the device that is there."""
+    rollout_gpu: str = "A10G"
+    """GPU type of each rollout worker on backends that rent machines."""
+    weight_sync_method: str = "reload"
+    """How new weights reach the rollout workers: `reload` (through files, each worker has a copy) or `direct` (the
+    actor's own module is shared: no copy, no time)."""
+    sync_weights_every: int = Field(1, ge=1)
+    """Steps between weight syncs; above 1 the rollouts are off-policy in between."""
+    call_timeout: float = Field(3600.0, gt=0)
+    """Seconds any call to a worker may take before the worker counts as dead."""
+
+
+class RunConfig(Section):
+    """The record: where it goes and who else is told."""
+
+    run_dir: str | None = None
+    """This run's folder; None = `runs/` + `run_name`."""
+    run_name: str | None = None
+    """Name of the run; None = from model, dataset and time."""
+    report_to: list[str] = Field(default_factory=lambda: ["console"])
+    """Trackers told of every step, besides the run's own folder: console (live progress), jsonl, wandb, trackio,
+    tensorboard, mlflow (docs/tracking.md); an empty list for none."""
+    log_completions: int = Field(0, ge=0)
+    """Print so many sampled completions with their rewards after each step."""
+    resume: str | None = None
+    """Go on with a run: its name or folder, or `auto` for the one at `run_dir` or `run_name`, which is started if there
+    is none yet. Its own options hold; only what would not make it another run may change."""
+    allow_change: list[str] = Field(default_factory=list)
+    """Options that may differ from the resumed run's although that makes it another run."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.run_dir is not None and self.run_name is not None:
+            raise ConfigError("run_dir and run_name both say where the run goes: give only one")
+        if self.resume == "auto" and self.run_dir is None and self.run_name is None:
+            raise ConfigError("resume: auto needs run_dir or run_name, to know which run to look for")
+        if self.resume is None and self.allow_change:
+            raise ConfigError("allow_change has an effect only with resume")
+        return self
