@@ -39,6 +39,10 @@ class EngineError(MRLError):
     """An engine was asked for something it cannot do, or broke while generating."""
 
 
+class EngineDied(EngineError):
+    """An engine's own process is gone; another one has to be started."""
+
+
 class WorkerDied(MRLError):
     """A worker is gone or missed its deadline."""
 

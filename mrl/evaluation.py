@@ -14,7 +14,7 @@ from mrl.config import OrchestratorConfig
 from mrl.errors import TrainingError
 from mrl.experience import PASS
 from mrl.models import load_tokenizer
-from mrl.orchestrator import sampling_params
+from mrl.orchestrator import engine_options, sampling_params
 from mrl.preflight import prepare_evaluation, reward_worker_args
 from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.prompts import PromptEncoder
@@ -160,7 +160,11 @@ async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int |
         RolloutWorker,
         name="rollout-0",
         resources=Resources(gpu=config.runtime.rollout_gpu),
-        args={"engine": config.runtime.engine, "model": config.model.model_dump() | {"max_model_len": max_model_len}},
+        args={
+            "engine": config.runtime.engine,
+            "model": config.model.model_dump() | {"max_model_len": max_model_len},
+            "options": engine_options(config, 0),
+        },
     )
     await worker.call("load")
     return PolicyClient([worker])

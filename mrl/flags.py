@@ -14,7 +14,8 @@ from mrl.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
 
-PYTHON_ONLY = {"train_dataset"}
+PYTHON_ONLY = {"train_dataset", "vllm_args"}
+"""Not on the command line; recipes can hold `vllm_args`."""
 FLAG_TYPES: dict[str, Any] = {
     # In Python these take objects too; on the command line, names.
     "reward_funcs": list[str],

@@ -40,8 +40,7 @@ from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED, prune, remove_leftovers
 from mrl.store.run import RunStore
-from mrl.sync import SYNC_METHODS
-from mrl.sync.base import confirm
+from mrl.sync import SYNC_METHODS, WeightSync
 from mrl.tracking import RunInfo, TrackerSet
 from mrl.tracking.base import Status
 from mrl.types import Group, SamplingParams, WeightRef, derive_seed
@@ -95,7 +94,7 @@ class Orchestrator:
         self.total_steps = total_steps(self.config, len(self.prepared.tasks))
         self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
         self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
-        self.sync = SYNC_METHODS.get(self.config.runtime.weight_sync_method)(self.run_dir / "weights")
+        self.sync = make_sync(self.config, self.run_dir, shares_modules=self.backend.shares_memory)
         self.store = self._open_store()
         try:
             with self._interrupts():
@@ -189,7 +188,8 @@ class Orchestrator:
         if self._just_synced():
             with self._timed("sync"):
                 self.version += 1
-                await self.sync.sync(self.actor, self.workers, self.version)
+                report = await self.policy.sync(self.sync, self.actor, self.version)
+                metrics |= {"sync/bytes": float(report.bytes), "sync/replaced_workers": float(len(report.failed))}
         return metrics | {"sync/policy_version": float(self.version)}
 
     async def _evaluate(self) -> None:
@@ -276,10 +276,6 @@ class Orchestrator:
         from mrl.workers.reward import RewardWorker
         from mrl.workers.rollout import RolloutWorker
 
-        if config.runtime.weight_sync_method == "direct" and not self.backend.shares_memory:
-            raise ConfigError(
-                f"weight_sync_method: direct does not work with backend {config.runtime.backend}; use reload"
-            )
         model = config.model.model_dump() | {"max_model_len": prepared.max_model_len}
         self.actor: WorkerHandle = await self.backend.spawn(
             ActorWorker,
@@ -287,22 +283,23 @@ class Orchestrator:
             resources=Resources(gpu=config.runtime.actor_gpu),
             args={"model": model, "training": config.training.model_dump(), "total_steps": self.total_steps},
         )
-        self.workers: list[WorkerHandle] = [
-            await self.backend.spawn(
+
+        async def spawn_rollout(index: int) -> WorkerHandle:
+            return await self.backend.spawn(
                 RolloutWorker,
                 name=f"rollout-{index}",
                 resources=Resources(gpu=config.runtime.rollout_gpu),
-                args={"engine": config.runtime.engine, "model": model},
+                args={"engine": config.runtime.engine, "model": model, "options": engine_options(config, index)},
             )
-            for index in range(config.runtime.num_rollout_workers)
-        ]
+
+        self.workers: list[WorkerHandle] = [await spawn_rollout(i) for i in range(config.runtime.num_rollout_workers)]
         self.rewards: WorkerHandle = await self.backend.spawn(
             RewardWorker,
             name="reward",
             resources=Resources(),
             args=reward_worker_args(config.reward),
         )
-        self.policy = PolicyClient(self.workers)
+        self.policy = PolicyClient(self.workers, spawn_rollout, self._note)
         self.source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
         facts: dict[str, Any] = await self.actor.call("initialize")
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
@@ -316,11 +313,11 @@ class Orchestrator:
         self.served = None if self.point is None else self.point.checkpoint.path / SERVED
         if self.served is None or not self.served.exists():
             self.served = None
-            await self.sync.sync(self.actor, self.workers, self.version)
+            await self.policy.sync(self.sync, self.actor, self.version)
             return
         ref = WeightRef(self.version, path=str(self.served.parent))
         for worker in self.workers:
-            confirm(ref, worker, await worker.call("update_weights", ref))
+            await worker.call("update_weights", ref)
 
     def _open_store(self) -> RunStore:
         if not self.resume:
@@ -422,6 +419,30 @@ class Orchestrator:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGINT)
+
+
+def make_sync(config: OrchestratorConfig, run_dir: Path, *, shares_modules: bool) -> WeightSync:
+    """The run's way of sending weights."""
+    runtime = config.runtime
+    extra = {"over": runtime.delta_over, "full_every": runtime.delta_full_every}
+    return SYNC_METHODS.get(runtime.weight_sync_method)(
+        Path(runtime.weight_sync_dir or run_dir) / "weights",
+        deadline=runtime.sync_timeout,
+        lora=config.serving.lora_sync if config.model.use_lora else None,
+        shares_modules=shares_modules,
+        **(extra if runtime.weight_sync_method == "delta" else {}),
+    )
+
+
+def engine_options(config: OrchestratorConfig, index: int) -> dict[str, Any]:
+    """What rollout worker `index` makes its engine with."""
+    options = config.serving.options_of(config.runtime.engine)
+    if options:
+        options["sync_timeout"] = config.runtime.sync_timeout
+    if "vllm_urls" in options:
+        urls = options.pop("vllm_urls")
+        options["url"] = urls[index % len(urls)]
+    return options
 
 
 def sampling_params(config: OrchestratorConfig) -> SamplingParams:

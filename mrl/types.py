@@ -76,7 +76,8 @@ class Completion:
     logprobs: list[float]
     """Natural-log probability of each id under the distribution it was drawn from (after temperature, top-p …)."""
     finish_reason: FinishReason
-    policy_version: int
+    policy_version: int | list[int]
+    """Of the weights that sampled it; one per token when they changed midway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,9 @@ class TokenSequence:
     temperature: float = 1.0
 
 
+WeightKind = Literal["weights", "adapter", "model", "delta"]
+
+
 @dataclass(slots=True)
 class WeightRef:
     """Where policy version `version` can be fetched from: a live module in this process, or a directory."""
@@ -95,8 +99,17 @@ class WeightRef:
     version: int
     module: nn.Module | None = None
     path: str | None = None
+    kind: WeightKind = "weights"
+    """What the directory holds: every tensor, a LoRA adapter (PEFT's files), a whole model with its configuration, for
+    which the engine is made anew, or what changed since the version before."""
     checksum: str | None = None
     """Fingerprint of the tensors (see `mrl.sync.checksum`); a worker answers with what it holds."""
+    bytes: int = 0
+    """Size of what was published."""
+    pull_seconds: float | None = None
+    """The directory is on a disk shared between machines: wait so long for it to appear, and copy it before use."""
+    base: int | None = None
+    """Of a delta: the version it changes."""
 
 
 # --- experience -----------------------------------------------------------------------------------------------------

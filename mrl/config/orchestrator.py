@@ -12,6 +12,7 @@ from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.section import Section, unknown_option
+from mrl.config.serving import ServingConfig
 from mrl.config.training import TrainingConfig
 from mrl.errors import ConfigError
 
@@ -25,6 +26,7 @@ class OrchestratorConfig(Section):
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    serving: ServingConfig = Field(default_factory=ServingConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
     @field_validator("model", mode="before")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mrl.config.section import Section
+from mrl.config.section import Section, refuse_changed
 from mrl.errors import ConfigError
 
 
@@ -53,7 +53,8 @@ class RuntimeConfig(Section):
     backend: str = "inline"
     """Where workers live: `inline` = objects in this process."""
     engine: str = "transformers"
-    """What rollout workers generate with."""
+    """What rollout workers generate with: `transformers`, `vllm` (in a process of its own) or `vllm-remote` (servers
+    that run already); see docs/vllm.md."""
     num_rollout_workers: int = Field(2, ge=1)
     """Workers that generate. In one process one is best; with `direct` they all share the actor's weights."""
     actor_gpu: str = "A100"
@@ -61,12 +62,31 @@ class RuntimeConfig(Section):
     rollout_gpu: str = "A10G"
     """GPU type of each rollout worker on backends that rent machines."""
     weight_sync_method: str = "reload"
-    """How new weights reach the rollout workers: `reload` (through files, each worker has a copy) or `direct` (the
-    actor's own module is shared: no copy, no time)."""
+    """How new weights reach the rollout workers (docs/weight-sync.md): `reload` (files), `direct` (the actor's own
+    module in one process, shared memory on one machine), `volume` (a shared disk), `delta` (what changed), `checkpoint`
+    (the engine is made anew)."""
+    weight_sync_dir: str | None = None
+    """Directory for methods that write files: a memory-backed one is fastest, `volume` needs one that all machines see.
+    None = the run's folder."""
+    delta_over: Literal["reload", "volume", "direct"] = "reload"
+    """With `delta`, how the difference travels."""
+    delta_full_every: int = Field(20, ge=1)
+    """With `delta`, versions between two full copies."""
     sync_weights_every: int = Field(1, ge=1)
     """Steps between weight syncs; above 1 the rollouts are off-policy in between."""
+    sync_timeout: float = Field(300.0, gt=0)
+    """Seconds a weight update may take; a rollout worker that needs longer is replaced."""
     call_timeout: float = Field(3600.0, gt=0)
     """Seconds any call to a worker may take before the worker counts as dead."""
+
+
+    @model_validator(mode="after")
+    def _options_of_other_methods(self) -> Self:
+        if self.weight_sync_method != "delta":
+            refuse_changed(self, ("delta_over", "delta_full_every"), "weight_sync_method: delta")
+        if self.weight_sync_method == "direct":
+            refuse_changed(self, ("weight_sync_dir",), "a weight_sync_method that writes files: reload, volume, delta")
+        return self
 
 
 class RunConfig(Section):

@@ -4,7 +4,9 @@ from mrl.engines.base import Engine
 from mrl.registry import Registry
 
 ENGINES: Registry[type[Engine]] = Registry(
-    "engines", "engine", {"transformers": "mrl.engines.transformers:TransformersEngine"}
+    "engines",
+    "engine",
+    {"transformers": "mrl.engines.transformers:TransformersEngine", "vllm": "mrl.engines.vllm:VLLMEngine"},
 )
 
 __all__ = ["ENGINES", "Engine"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, Self
 
-from mrl.config import ModelConfig
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from mrl.config import ModelConfig
 
 
 class Engine(Protocol):

@@ -4,7 +4,15 @@ from mrl.registry import Registry
 from mrl.sync.base import WeightSync
 
 SYNC_METHODS: Registry[type[WeightSync]] = Registry(
-    "sync", "weight_sync_method", {"reload": "mrl.sync.reload:ReloadSync", "direct": "mrl.sync.direct:DirectSync"}
+    "sync",
+    "weight_sync_method",
+    {
+        "reload": "mrl.sync.reload:ReloadSync",
+        "direct": "mrl.sync.direct:DirectSync",
+        "volume": "mrl.sync.volume:VolumeSync",
+        "checkpoint": "mrl.sync.checkpoint:CheckpointSync",
+        "delta": "mrl.sync.differences:DeltaSync",
+    },
 )
 
 __all__ = ["SYNC_METHODS", "WeightSync"]

@@ -1,41 +1,165 @@
-"""What a sync method is: it makes every rollout worker serve the actor's weights, or raises."""
+"""What a sync method is: it makes every rollout worker serve the actor's weights, or says which ones do not.
+
+One protocol for all methods: the actor publishes version v, every worker is told where to find it, and each answers
+with the version and the checksum of what it then holds. A publish is complete when all have confirmed. A worker that
+refuses, answers something else, or misses the deadline has failed and must get no work before it holds the current
+version.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from time import perf_counter
+from typing import Any, TypeVar
 
 from mrl.backends.base import WorkerHandle
-from mrl.errors import SyncError
+from mrl.errors import MRLError, SyncError
 from mrl.types import WeightRef
 
+T = TypeVar("T")
 
-class WeightSync(Protocol):
-    """Implemented by one file per method in this package."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: a directory of its own, for methods that pass weights through files."""
-        ...
+@dataclass
+class SyncReport:
+    """How one publish went."""
 
-    async def sync(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> None:
-        """Publish the actor's weights as `version`; returns once every worker serves them. Raises SyncError."""
-        ...
+    version: int
+    bytes: int
+    """Written by the actor."""
+    publish_seconds: float
+    load_seconds: float
+    """Until the last worker had answered."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why, by the name of the worker: these do not hold the version."""
+
+
+class WeightSync(ABC):
+    """Implemented by one file per method in this package.
+
+    folder: a directory of its own, for methods that pass weights through files. deadline: seconds that publishing may
+    take, and loading. lora: the policy is an adapter; `adapter` sends it alone to workers that can take it, `merged`
+    sends all weights with it added. shares_modules: actor and workers live in one process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        deadline: float = 300.0,
+        lora: str | None = None,
+        shares_modules: bool = True,
+    ) -> None:
+        self.folder, self.deadline = folder, deadline
+        self.lora, self.shares_modules = lora, shares_modules
+        self.current: WeightRef | None = None
+        self.abilities: dict[str, dict[str, Any]] = {}
+
+    async def sync(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> SyncReport:
+        """Publish the actor's weights as `version`; returns once every worker serves them, else raises SyncError."""
+        report = await self.update(actor, workers, version)
+        if report.failed:
+            raise SyncError("; ".join(f"{name}: {reason}" for name, reason in report.failed.items()))
+        return report
+
+    async def update(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> SyncReport:
+        """The same, but workers that fail are reported instead. Raises SyncError when nothing could be published."""
+        start = perf_counter()
+        failed = await self._meet(workers)
+        able = [worker for worker in workers if worker.name not in failed]
+        self.current = await self._in_time(self.publish(actor, able, version), f"publishing version {version}")
+        published = perf_counter()
+        outcomes = await asyncio.gather(*(self._give(worker) for worker in able))
+        failed |= {worker.name: reason for worker, reason in zip(able, outcomes, strict=True) if reason is not None}
+        return SyncReport(
+            version, self.current.bytes, published - start, perf_counter() - published, dict(sorted(failed.items()))
+        )
+
+    async def catch_up(self, actor: WorkerHandle, worker: WorkerHandle) -> None:
+        """Bring a new worker to the version that was published last. Raises SyncError."""
+        assert self.current is not None, "nothing was published yet"
+        failed = await self._meet([worker])
+        reason = failed.get(worker.name) or await self._give(worker)
+        if reason is not None:
+            raise SyncError(f"{worker.name}: {reason}")
+
+    def forget(self, name: str) -> None:
+        """The worker called `name` is gone; another one may take its name."""
+        self.abilities.pop(name, None)
+
+    @abstractmethod
+    async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
+        """Let the actor put its weights where these workers find them. Raises SyncError."""
+
+    async def load(self, worker: WorkerHandle, ref: WeightRef) -> dict[str, Any]:
+        """Let one worker take them. Returns its answer."""
+        answer: dict[str, Any] = await worker.call("update_weights", ref)
+        return answer
 
     def served(self) -> Path | None:
         """A file with the weights the workers serve, where the method keeps one."""
-        ...
+        return None
 
     def close(self) -> None:
         """Remove what was written."""
-        ...
+        return None
+
+    # --- for the methods --------------------------------------------------------------------------------------------
+
+    def what(self, workers: list[WorkerHandle]) -> dict[str, Any]:
+        """What the actor has to write for all of these workers: the adapter or everything, and in which dtype."""
+        abilities = [self.abilities[worker.name] for worker in workers]
+        adapter = self.lora == "adapter" and bool(abilities) and all("adapter" in a["accepts"] for a in abilities)
+        dtypes = {a["dtype"] for a in abilities}
+        return {"adapter": adapter, "dtype": dtypes.pop() if len(dtypes) == 1 else None}
+
+    # --- inner ------------------------------------------------------------------------------------------------------
+
+    async def _meet(self, workers: list[WorkerHandle]) -> dict[str, str]:
+        """Ask workers not seen before what they take. Returns those that do not answer, and why."""
+        new = [worker for worker in workers if worker.name not in self.abilities]
+        calls = (worker.call("initialize_for_weight_sync") for worker in new)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        failed = {}
+        for worker, answer in zip(new, answers, strict=True):
+            if isinstance(answer, MRLError):
+                failed[worker.name] = str(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                self.abilities[worker.name] = answer
+        return failed
+
+    async def _give(self, worker: WorkerHandle) -> str | None:
+        """Why the worker does not hold the current version; None when it does."""
+        assert self.current is not None
+        try:
+            what = f"loading version {self.current.version}"
+            confirm(self.current, await self._in_time(self.load(worker, self.current), what))
+        except MRLError as error:
+            return str(error)
+        return None
+
+    async def _in_time(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        deadline = asyncio.timeout(self.deadline)
+        try:
+            async with deadline:
+                return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise SyncError(f"{what} did not end within {self.deadline:.0f} s; raise sync_timeout") from None
 
 
-def confirm(ref: WeightRef, worker: WorkerHandle, answer: dict[str, Any]) -> None:
-    """Raise SyncError unless the worker says that it holds exactly what was published."""
+def confirm(ref: WeightRef, answer: dict[str, Any]) -> None:
+    """Raise SyncError unless a worker's answer says that it holds exactly what was published."""
     if answer["version"] != ref.version:
-        raise SyncError(f"{worker.name}: serves version {answer['version']} after version {ref.version} was sent")
+        raise SyncError(f"serves version {answer['version']} after version {ref.version} was sent")
     if ref.checksum is not None and answer["checksum"] != ref.checksum:
         raise SyncError(
-            f"{worker.name}: the weights it holds are not those that were sent as version {ref.version} "
+            f"the weights it holds are not those that were sent as version {ref.version} "
             f"(checksum {answer['checksum']}, expected {ref.checksum})"
         )

@@ -1,39 +1,92 @@
-"""Weights as files: one safetensors file per version, complete or absent."""
+"""Weights as files: one folder per version, complete or absent."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mrl.errors import SyncError
 from mrl.sync.checksum import checksum
-from mrl.types import WeightRef
+from mrl.sync.tensors import FILE, MappedFile
+from mrl.types import WeightKind, WeightRef
 
 
-def publish(tensors: Mapping[str, Tensor], folder: Path, version: int) -> WeightRef:
-    """Write `tensors` below `folder` as `version` and remove earlier versions. Raises SyncError."""
-    from safetensors.torch import save_file
+def publish(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    version: int,
+    *,
+    dtype: torch.dtype | None = None,
+    durable: bool = False,
+    keep: int = 1,
+) -> WeightRef:
+    """Write `tensors` below `folder` as `version` and remove earlier versions. Raises SyncError.
 
+    dtype: of what is written; None = as they are. durable: on the disk itself before the version appears, for readers
+    on other machines. keep: versions to leave there, this one included.
+    """
+    unique = without_aliases(tensors)
+    written: dict[str, str] = {}
+
+    def fill(partial: Path) -> None:
+        file = MappedFile(partial / FILE, unique, dtype)
+        written["checksum"] = checksum(file.write(unique))
+        if durable:
+            file.memory.flush()
+
+    final = publish_folder(fill, folder, version, durable=durable, keep=keep)
+    return WeightRef(version, path=str(final), checksum=written["checksum"], bytes=size_of(final))
+
+
+def publish_folder(
+    fill: Callable[[Path], None], folder: Path, version: int, *, durable: bool = False, keep: int = 1
+) -> Path:
+    """A folder for `version`, filled and then renamed into place; earlier ones are removed. Raises SyncError."""
     final, partial = folder / f"v{version}", folder / f"v{version}.partial"
-    unique = _without_aliases(tensors)
     try:
+        for leftover in (partial, final):
+            shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file({name: t.contiguous() for name, t in unique.items()}, str(partial / "model.safetensors"))
+        fill(partial)
+        if durable:
+            _to_disk(*partial.iterdir(), partial)
         os.replace(partial, final)
-        for old in folder.iterdir():
-            if old.name != final.name:
-                shutil.rmtree(old)
+        if durable:
+            _to_disk(folder)
+        for old in versions(folder)[:-keep]:
+            shutil.rmtree(old)
     except OSError as error:
         raise SyncError(f"weights could not be written to {folder}: {error.strerror}; free space there") from error
-    return WeightRef(version, path=str(final), checksum=checksum(unique))
+    return final
 
 
-def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tied tensors once, under their first name (safetensors refuses shared memory)."""
+def versions(folder: Path) -> list[Path]:
+    """The complete versions below `folder`, the newest last."""
+    found = [path for path in folder.glob("v*") if path.name[1:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[1:]))
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in `folder`."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def adapter_ref(folder: Path, version: int) -> WeightRef:
+    """The reference to a folder with an adapter's files (PEFT's names)."""
+    from mrl.sync.tensors import open_folder
+
+    kind: WeightKind = "adapter"
+    with open_folder(folder) as tensors:
+        return WeightRef(version, path=str(folder), kind=kind, checksum=checksum(tensors), bytes=size_of(folder))
+
+
+def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tied tensors once, under their first name."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     unique = {}
     for name, tensor in tensors.items():
@@ -43,3 +96,12 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(key)
         unique[name] = tensor
     return unique
+
+
+def _to_disk(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

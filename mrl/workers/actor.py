@@ -29,6 +29,7 @@ from mrl.models import autocast_dtype, load_model, load_tokenizer
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.types import TrainBatch, WeightRef, derive_seed
 from mrl.workers.lora import add_lora, merged_state_dict
+from mrl.workers.publisher import Publisher
 from mrl.workers.rows import Rows, make_rows
 from mrl.workers.snapshot import fits_in_memory_twice, load_snapshot, take_snapshot
 from mrl.workers.step_metrics import StepMetrics
@@ -56,6 +57,7 @@ class ActorWorker:
         """Of each parameter, before clipping, in the last update; only while `keep_gradient_norms` is set."""
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-checkpoint")
         self.writing: Future[None] | None = None
+        self.publisher: Publisher | None = None
 
     # --- what the orchestrator calls --------------------------------------------------------------------------------
 
@@ -125,11 +127,12 @@ class ActorWorker:
         """The live module itself, for workers in this process. An adapter stays active in it."""
         return WeightRef(version, module=self.model)
 
-    def write_weights(self, folder: str, version: int) -> WeightRef:
-        """Write the policy's tensors for rollout workers to load. Raises SyncError."""
-        from mrl.sync.files import publish
-
-        return publish(self.get_weights(), Path(folder), version)
+    def write_weights(self, folder: str, version: int, how: str = "files", **options: Any) -> WeightRef:
+        """Write the policy for rollout workers to load, by a method of `mrl.workers.publisher`. Raises SyncError."""
+        if self.publisher is None:
+            self.publisher = Publisher(self.model, self.tokenizer)
+        ref: WeightRef = getattr(self.publisher, how)(Path(folder), version, **options)
+        return ref
 
     def save_checkpoint(
         self, path: str, state: dict[str, Any], *, beside: bool = False, served: str | None = None

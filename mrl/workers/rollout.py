@@ -2,67 +2,176 @@
 
 from __future__ import annotations
 
+import inspect
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mrl.config import ModelConfig
 from mrl.engines import ENGINES, Engine
-from mrl.errors import EngineError
+from mrl.errors import EngineError, SyncError
 from mrl.sync.checksum import checksum
+from mrl.sync.delta import DeltaReader
+from mrl.sync.volume import pull
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
+
+SHARES_MODULES = frozenset({"module", "weights"})
+"""Kinds of weights taken by an engine that says nothing about it: a live module, or a folder of tensors."""
 
 
 class RolloutWorker:
     """Generates with one engine. Lives on any backend; everything it is given is plain data.
 
     The engine is made with the first weights, so that a worker which is handed a live module loads no copy of its own.
+    options: what the engine's `create` takes besides the model.
     """
 
-    def __init__(self, engine: str, model: dict[str, Any]) -> None:
+    def __init__(self, engine: str, model: dict[str, Any], options: dict[str, Any] | None = None) -> None:
         self.engine_class = ENGINES.get(engine)
         self.model_config = ModelConfig(**model)
+        self.options = options or {}
         self.engine: Engine | None = None
+        self.scratch: Path | None = None
+        self.deltas: DeltaReader | None = None
 
     def load(self) -> None:
         """Serve the configured model as it is, as version 0. Raises ModelError, EngineError."""
-        self.engine = self.engine_class.create(self.model_config)
+        self.engine = self.engine_class.create(self.model_config, **self.options)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def initialize_for_weight_sync(self) -> dict[str, Any]:
+        """Make ready for updates. Returns the kinds of weights it takes, their dtype (None = as the actor has them),
+        and the machine it is on."""
+        accepts = getattr(self.engine_class, "accepts", SHARES_MODULES)
+        if "module" not in accepts and self.engine is None:
+            self.load()  # it runs elsewhere and starts from the model's own files
+        return {"accepts": sorted(accepts), "dtype": getattr(self.engine, "dtype", None), "host": socket.gethostname()}
 
     def update_weights(self, ref: WeightRef) -> dict[str, Any]:
         """Serve `ref` from now on. Returns the version now active and the checksum of what is held.
 
-        Raises SyncError; the weights from before are then still served.
+        Raises SyncError; the weights from before are then still served, or, where the engine says so, none.
         """
         if self.engine is None:
-            self.engine = self.engine_class.create(self.model_config, ref.module)
+            self.engine = self.engine_class.create(self.model_config, ref.module, **self.options)
+        ref = self._within_reach(ref)
         version = self.engine.load_weights(ref)
-        return {"version": version, "checksum": None if ref.checksum is None else self._checksum(ref)}
+        return {"version": version, "checksum": None if ref.checksum is None else self._held(ref)}
+
+    def reload_from_checkpoint(self, path: str, version: int = 0) -> dict[str, Any]:
+        """Serve a checkpoint (a Hugging Face model folder) as `version`, with the engine made anew. Raises SyncError,
+        EngineError, ModelError."""
+        accepts = getattr(self.engine_class, "accepts", SHARES_MODULES)
+        if self.engine is not None and "model" in accepts:
+            return self.update_weights(WeightRef(version, path=path, kind="model"))
+        if "module" not in accepts:
+            raise SyncError("this engine cannot be made anew from a checkpoint; use weight_sync_method: reload")
+        self.close()
+        self.engine = self.engine_class.create(self.model_config.model_copy(update={"model": path}), **self.options)
+        self.engine.version = version
+        return {"version": version, "checksum": None}
+
+    # --- tokens -----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """One completion per request, in order, each with the version that produced it. Raises EngineError."""
         return await self._ready().generate(requests)
 
-    async def compute_logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
-        """Logprob of every completion token at the sequence's temperature."""
+    async def compute_logprobs(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        """Logprob of every completion token after its prompt, at `temperature`. Raises EngineError."""
+        sequences = [TokenSequence(tuple(p), tuple(c), temperature) for p, c in zip(prompts, completions, strict=True)]
         return await self._ready().logprobs(sequences)
 
-    def health(self) -> dict[str, Any]:
-        """The version served, or None before the first sync."""
-        return {"version": None if self.engine is None else self.engine.version}
+    async def pause(self, mode: str = "keep") -> None:
+        """Stop scheduling; requests in flight are kept, waited for or aborted (`keep`, `wait`, `abort`)."""
+        await self._if_it_can("pause", mode=mode)
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._if_it_can("resume")
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End these requests; their completions come back as far as they are."""
+        await self._if_it_can("abort", request_ids)
+
+    def capacity(self) -> int | None:
+        """Requests it can work on at the same time, come when they may; None = it decodes one batch at a time."""
+        limit: int | None = getattr(self.engine, "capacity", None)
+        return limit
+
+    # --- the engine's life ------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the device's memory while the actor needs it. EngineError where the engine cannot."""
+        await self._if_it_can("sleep", level)
+
+    async def wake(self) -> None:
+        """Take the memory back after `sleep`."""
+        await self._if_it_can("wake")
+
+    async def health(self) -> dict[str, Any]:
+        """The version served (None before the first weights), and what the engine says of itself. Raises EngineDied."""
+        if self.engine is None:
+            return {"version": None}
+        own = getattr(self.engine, "health", None)
+        return {"version": self.engine.version} | ({} if own is None else await own())
 
     def close(self) -> None:
         """Free the engine."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch = self.deltas = None
+
+    # --- inner ------------------------------------------------------------------------------------------------------
 
     def _ready(self) -> Engine:
         if self.engine is None:
             raise EngineError("this rollout worker has no weights yet: sync weights to it before it generates")
         return self.engine
 
+    def _within_reach(self, ref: WeightRef) -> WeightRef:
+        """The weights as something the engine loads: copied from a shared disk, with a difference added."""
+        if ref.pull_seconds is None and ref.kind != "delta":
+            return ref
+        if self.scratch is None:
+            self.scratch = Path(tempfile.mkdtemp(prefix="mrl-weights-"))
+        if ref.pull_seconds is not None:
+            ref = pull(ref, self.scratch / "pulled")
+        if ref.kind == "delta":
+            if self.deltas is None:
+                self.deltas = DeltaReader(self.scratch / "whole")
+            ref = self.deltas.apply(ref)
+        return ref
+
+    async def _if_it_can(self, method: str, *args: Any, **kwargs: Any) -> None:
+        bound = getattr(self._ready(), method, None)
+        if bound is None:
+            raise EngineError(f"{self.engine_class.__name__} cannot {method}; engine vllm can")
+        result = bound(*args, **kwargs)
+        if inspect.isawaitable(result):
+            await result
+
+    def _held(self, ref: WeightRef) -> str | None:
+        """The checksum of what the engine holds: as it says itself, or computed from its tensors."""
+        own = getattr(self._ready(), "held", None)
+        if own is not None:
+            said: str | None = own()
+            return said
+        return self._checksum(ref)
+
     def _checksum(self, ref: WeightRef) -> str:
-        from safetensors import safe_open
+        from mrl.sync.tensors import open_folder
 
         assert ref.path is not None
-        with safe_open(f"{ref.path}/model.safetensors", framework="pt") as file:
-            names = list(file.keys())
+        with open_folder(ref.path) as tensors:
+            names = list(tensors)
         return checksum(self._ready().state_dict(), names)

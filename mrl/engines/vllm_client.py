@@ -1,0 +1,214 @@
+"""A vLLM process of an engine's own: started, called, and ended without leaving anything behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+import mrl
+from mrl.engines.vllm_process import wire
+from mrl.errors import EngineDied, EngineError
+
+_LOG_LINES = 12
+_ENDING_SECONDS = 10.0
+
+
+class VLLMProcess:
+    """Runs `mrl.engines.vllm_process.host` and passes calls to it, from any thread.
+
+    settings: of vLLM's AsyncEngineArgs, plain data. python: another environment's interpreter; None = this one.
+    env: environment variables to set. start_timeout: seconds until the engine has to be up.
+
+    Raises EngineError, with the end of the process's log, when it does not come up.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], *, python: str | None, env: dict[str, str], start_timeout: float
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="mrl-vllm-", dir=_short_folder()))
+        self.log = self.folder / "log.txt"
+        self.pending: dict[int, asyncio.Future[Any]] = {}
+        self.count = 0
+        self.ended: str | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="mrl-vllm", daemon=True)
+        self.thread.start()
+        try:
+            self.facts: dict[str, Any] = self._run(self._start(settings, python, env), start_timeout)
+        except FutureTimeout:
+            tail = self._tail()
+            self.close()
+            raise EngineError(
+                f"vLLM was not up after {start_timeout:.0f} s; raise vllm_start_timeout. Its log ends:\n{tail}"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the process that speaks to us; vLLM's own are in its group."""
+        assert self.process is not None
+        return self.process.pid
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Call a method of the host. Raises EngineError for what it refuses, EngineDied when it is gone."""
+        return asyncio.run_coroutine_threadsafe(self._call(method, args), self.loop)
+
+    def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """The same, waiting at most `timeout` seconds. Raises TimeoutError."""
+        return self._run(self._call(method, args), timeout)
+
+    def close(self) -> None:
+        """End the process and every process it started. Calling it twice is allowed."""
+        self.ended = self.ended or "it was closed"
+        if self.thread.is_alive():
+            self._run(self._disconnect(), _ENDING_SECONDS)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
+            self.loop.close()
+        if self.process is not None:
+            try:
+                self.process.wait(_ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass  # it hangs: killed below
+            self._kill_group()
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # --- on the loop ------------------------------------------------------------------------------------------------
+
+    async def _start(self, settings: dict[str, Any], python: str | None, env: dict[str, str]) -> dict[str, Any]:
+        # The other environment has no mrl: it sees this one through a folder that holds nothing else.
+        (self.folder / "mrl").symlink_to(Path(mrl.__file__).resolve().parent, target_is_directory=True)
+        inherited = [] if python is not None else [p for p in (os.environ.get("PYTHONPATH"),) if p]
+        environment = {
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            **os.environ,
+            **env,
+            "PYTHONPATH": os.pathsep.join([str(self.folder), *inherited]),
+        }
+        if python is not None:
+            environment.pop("VIRTUAL_ENV", None)
+        socket = str(self.folder / "s")
+        connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = self.loop.create_future()
+        server = await asyncio.start_unix_server(lambda r, w: connected.set_result((r, w)), socket)
+        command = [python or sys.executable, "-m", "mrl.engines.vllm_process.host", socket]
+        try:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineError(f"vllm_python: {command[0]} does not start ({error.strerror})") from None
+        while not connected.done():
+            if self.process.poll() is not None:
+                raise EngineError(f"vLLM's process ended at once:\n{self._tail()}")
+            await asyncio.wait([connected], timeout=0.05)
+        server.close()
+        reader, self.writer = connected.result()
+        wire.write(self.writer, settings)
+        try:
+            first = await wire.read(reader)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise EngineError(f"vLLM's process ended while it started:\n{self._tail()}") from None
+        if "failed" in first:
+            raise EngineError(f"vLLM does not start: {first['failed']}. Its log ends:\n{self._tail()}")
+        self.reading = self.loop.create_task(self._read(reader))
+        return dict(first["ready"])
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        if self.ended is not None:
+            raise EngineDied(f"the vLLM process is gone: {self.ended}")
+        self.count += 1
+        number = self.count
+        future = self.pending[number] = self.loop.create_future()
+        wire.write(self.writer, {"id": number, "method": method, "args": args})
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self.ended is None:
+                wire.write(self.writer, {"cancel": number})
+            raise
+        finally:
+            self.pending.pop(number, None)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                message = await wire.read(reader)
+                future = self.pending.get(message["id"])
+                if future is None or future.done():
+                    continue
+                if "error" not in message:
+                    future.set_result(message["result"])
+                elif message["kind"] == "dead":
+                    future.set_exception(EngineDied(f"vLLM died: {message['error']}. Its log ends:\n{self._tail()}"))
+                else:
+                    future.set_exception(EngineError(message["error"]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.ended = self.ended or f"its log ends:\n{self._tail()}"
+            for future in self.pending.values():
+                if not future.done():
+                    future.set_exception(EngineDied(f"the vLLM process died; {self.ended}"))
+
+    async def _disconnect(self) -> None:
+        reading = getattr(self, "reading", None)
+        if reading is not None:
+            self.writer.close()
+            reading.cancel()
+        for future in self.pending.values():
+            if not future.done():
+                future.set_exception(EngineDied("the engine was closed"))
+        await asyncio.sleep(0)  # let those who wait for an answer hear of it
+        for task in asyncio.all_tasks():
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    # --- small things -----------------------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            future.cancel()
+            raise
+
+    def _kill_group(self) -> None:
+        assert self.process is not None
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _tail(self) -> str:
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return "(no log)"
+        return "\n".join(lines[-_LOG_LINES:]) or "(empty log)"
+
+
+def _short_folder() -> str | None:
+    """Paths of local sockets may have 107 bytes."""
+    return "/tmp" if len(tempfile.gettempdir()) > 60 else None

@@ -1,0 +1,278 @@
+"""The vLLM process: one `AsyncLLM`, told what to do over a socket.
+
+    python -m mrl.engines.vllm_process.host SOCKET
+
+It connects to the socket, reads the engine's settings, answers `{"ready": ...}`, and from then on answers each
+`{"id", "method", "args"}` with `{"id", "result"}` or `{"id", "error", "kind"}`. When the socket closes it ends, and
+every process it started with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+from mrl.engines.vllm_process.extension import NAME, WorkerExtension
+from mrl.engines.vllm_process.wire import read, write
+
+ADAPTER = 1
+"""The number vLLM knows the one adapter by."""
+
+
+class Refused(Exception):
+    """The request cannot be served; the engine can go on."""
+
+
+class Host:
+    """An engine and the version it serves."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        extension = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
+        arguments = {
+            **_platform_defaults(settings),
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "enable_prefix_caching": True,
+            "worker_extension_cls": extension,
+            "weight_transfer_config": WeightTransferConfig(backend=NAME),
+            **settings,
+        }
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self.lora: Any = None
+        self.broken: str | None = None
+        self.loading = asyncio.Lock()
+
+    async def start(self) -> dict[str, Any]:
+        await self.llm.collective_rpc("mrl_set_up")
+        await self.llm.update_weight_version("0")
+        config = self.llm.vllm_config
+        cache = config.cache_config
+        return {
+            "vocab_size": config.model_config.get_vocab_size(),
+            "max_model_len": config.model_config.max_model_len,
+            "cached_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        }
+
+    # --- tokens -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One completion: ids, logprobs, finish reason and [version, first token] spans."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = dict(request["sampling"])
+        params = SamplingParams(
+            **sampling,
+            seed=request["seed"],
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=bool(sampling.get("stop")),
+            include_stop_str_in_output=True,
+        )
+        output = await self._run(request["prompt_ids"], params, request["id"])
+        token_ids = list(output.token_ids)
+        logprobs = list(output.logprobs.logprobs) if output.logprobs else []
+        return {
+            "token_ids": token_ids,
+            "logprobs": [0.0] * len(token_ids) if params.temperature == 0 else logprobs,
+            "finish_reason": output.finish_reason,
+            "versions": [[int(span.version), span.start] for span in output.weight_versions or []],
+        }
+
+    async def score(self, prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[float]:
+        """Logprob of each completion token. The last one is asked for as the next token, so that a sequence may be as
+        long as the model allows."""
+        from vllm import SamplingParams
+
+        if not completion_ids:
+            return []
+        *before, last = completion_ids
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=1,
+            logprob_token_ids=[last],
+            prompt_logprobs=0 if before else None,
+            detokenize=False,
+        )
+        ids = [*prompt_ids, *before]
+        result = await self._run_whole(ids, params, None)
+        known = [result.prompt_logprobs[at][ids[at]].logprob for at in range(len(prompt_ids), len(ids))]
+        return [*known, result.outputs[0].logprobs[0][last].logprob]
+
+    async def abort(self, ids: list[str]) -> None:
+        await self.llm.abort(ids)
+
+    async def pause(self, mode: str) -> None:
+        await self.llm.pause_generation(mode=mode, clear_cache=False)
+
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+
+    async def sleep(self, level: int) -> None:
+        await self.llm.sleep(level)
+
+    async def wake(self) -> None:
+        await self.llm.wake_up()
+
+    async def health(self) -> dict[str, Any]:
+        await self.llm.check_health()
+        return {
+            "version": int(await self.llm.get_weight_version()),
+            "paused": await self.llm.is_paused(),
+            "in_flight": self.llm.get_num_unfinished_requests(),
+            "broken": self.broken,
+        }
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    async def load(self, path: str, version: int, checksum: str | None) -> str | None:
+        """Every tensor from a folder, between two tokens of whatever is being generated. Returns their checksum.
+
+        Requests in flight go on afterwards with keys and values recomputed under the new weights.
+        """
+        async with self.loading:
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            try:
+                return await self._load(path, version, checksum)
+            finally:
+                await self._resume()
+
+    async def _load(self, path: str, version: int, checksum: str | None) -> str | None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        try:
+            await self.llm.start_weight_update()
+            await self.llm.update_weights(WeightTransferUpdateRequest({"path": path, "checksum": checksum}))
+            await self.llm.finish_weight_update(str(version))
+        except Exception:
+            if not all(whole for _, whole in await self.llm.collective_rpc("mrl_held")):
+                self.broken = f"the update to version {version} was begun and did not finish"
+            raise
+        held = {checksum for checksum, _ in await self.llm.collective_rpc("mrl_held")}
+        if len(held) > 1:
+            self.broken = f"its processes hold different weights after the update to version {version}: {held}"
+            raise Refused(self.broken)
+        self.broken = None
+        return held.pop()
+
+    async def load_adapter(self, path: str, version: int) -> None:
+        """A LoRA adapter from a folder, in the place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        async with self.loading:
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            try:
+                request = LoRARequest("policy", ADAPTER, path, load_inplace=True)
+                self.broken = f"the adapter of version {version} could not be loaded"
+                if not await self.llm.add_lora(request):
+                    raise Refused(f"vLLM did not load the adapter in {path}")
+                self.broken = None
+                # Requests name the adapter only: with its files in the name, vLLM would load them at every request.
+                self.lora = LoRARequest("policy", ADAPTER, path)
+                await self.llm.update_weight_version(str(version))
+            finally:
+                await self._resume()
+
+    # --- inner ------------------------------------------------------------------------------------------------------
+
+    async def _resume(self) -> None:
+        """After an update: go on, or end what is in flight where there are no whole weights to go on with."""
+        if self.broken is not None:
+            await self.llm.pause_generation(mode="abort", clear_cache=True)
+        await self.llm.resume_generation()
+
+    async def _run(self, ids: list[int], params: Any, request_id: str | None) -> Any:
+        return (await self._run_whole(ids, params, request_id)).outputs[0]
+
+    async def _run_whole(self, ids: list[int], params: Any, request_id: str | None) -> Any:
+        from vllm import TokensPrompt
+        from vllm.utils import random_uuid
+
+        if self.broken is not None:
+            raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
+        result = None
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        async for result in self.llm.generate(prompt, params, request_id or random_uuid(), lora_request=self.lora):
+            pass
+        if self.broken is not None:
+            raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
+        return result
+
+
+def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """What the settings leave open and the machine decides."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {"dtype": "bfloat16"}
+    defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    if settings.get("tensor_parallel_size", 1) == 1:
+        # The model in vLLM's engine process, instead of in one more process behind it: that starts twice as fast.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        defaults["distributed_executor_backend"] = "uni"
+    return defaults
+
+
+async def serve(socket: str) -> None:
+    """Until the other side closes."""
+    reader, writer = await asyncio.open_unix_connection(socket)
+    settings = await read(reader)
+    try:
+        host = Host(settings)
+        write(writer, {"ready": await host.start()})
+        await writer.drain()
+    except Exception as error:
+        write(writer, {"failed": f"{type(error).__name__}: {error}"})
+        await writer.drain()
+        return
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(message: dict[str, Any]) -> None:
+        try:
+            result = await getattr(host, message["method"])(*message["args"])
+            write(writer, {"id": message["id"], "result": result})
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            kind = "dead" if host.llm.errored else "refused"
+            write(writer, {"id": message["id"], "error": f"{error or type(error).__name__}", "kind": kind})
+        finally:
+            running.pop(message["id"], None)
+
+    try:
+        while True:
+            message = await read(reader)
+            if "cancel" in message:
+                task = running.get(message["cancel"])
+                if task is not None:
+                    task.cancel()
+                continue
+            running[message["id"]] = asyncio.create_task(answer(message))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        host.llm.shutdown(timeout=5)
+
+
+def main() -> None:
+    """Serve, then end the whole process group: vLLM's own processes must not outlive this one."""
+    try:
+        asyncio.run(serve(sys.argv[1]))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

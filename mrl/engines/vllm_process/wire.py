@@ -1,0 +1,25 @@
+"""Messages between an engine and its vLLM process: JSON, each behind its length, over a local socket.
+
+Plain data, so that the two sides may be different versions of Python and of every package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from typing import Any
+
+LENGTH = struct.Struct(">Q")
+
+
+async def read(reader: asyncio.StreamReader) -> Any:
+    """The next message. Raises asyncio.IncompleteReadError when the other side is gone."""
+    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return json.loads(await reader.readexactly(size))
+
+
+def write(writer: asyncio.StreamWriter, message: Any) -> None:
+    """Send a message; what the socket does not take now is kept and sent later, in order."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    writer.write(LENGTH.pack(len(data)) + data)

@@ -1,0 +1,26 @@
+"""`checkpoint`: a whole model folder, and the engine made anew from it. Slow; for engines that can do nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from mrl.backends.base import WorkerHandle
+from mrl.sync.base import WeightSync
+from mrl.types import WeightRef
+
+
+class CheckpointSync(WeightSync):
+    """Works between processes that see the same disk."""
+
+    async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
+        dtype = self.what(workers)["dtype"]
+        ref: WeightRef = await actor.call("write_weights", str(self.folder), version, how="whole_model", dtype=dtype)
+        return ref
+
+    async def load(self, worker: WorkerHandle, ref: WeightRef) -> dict[str, Any]:
+        answer: dict[str, Any] = await worker.call("reload_from_checkpoint", ref.path, ref.version)
+        return answer
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)

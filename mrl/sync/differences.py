@@ -1,0 +1,58 @@
+"""`delta`: only what changed since the version before, for slow links; everything again every few versions."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mrl.backends.base import WorkerHandle
+from mrl.sync.base import WeightSync
+from mrl.sync.direct import shared_folder
+from mrl.types import WeightRef
+
+
+class DeltaSync(WeightSync):
+    """over: where the difference goes: files (`reload`), a shared disk (`volume`), or shared memory (`direct`).
+
+    full_every: a full copy each so many versions; workers that come in between get one at once.
+    """
+
+    def __init__(self, folder: Path, *, over: str = "reload", full_every: int = 20, **common: Any) -> None:
+        super().__init__(folder, **common)
+        self.over, self.full_every = over, full_every
+        self.since_full: int | None = None
+        self.memory: Path | None = None
+
+    async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
+        since, self.since_full = self.since_full, None  # should this fail, the next one is full
+        full = since is None or since + 1 >= self.full_every
+        dtypes = {self.abilities[worker.name]["dtype"] for worker in workers}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        ref = await self._write(actor, self.folder, version, how="difference", full=full, dtype=dtype)
+        self.since_full = 0 if since is None or ref.base is None else since + 1
+        return ref
+
+    async def catch_up(self, actor: WorkerHandle, worker: WorkerHandle) -> None:
+        """A worker without the version before needs everything, as it was published: the actor may be further."""
+        assert self.current is not None, "nothing was published yet"
+        self.current = await self._write(actor, self.folder / "whole", self.current.version, how="last_whole")
+        await super().catch_up(actor, worker)
+
+    def close(self) -> None:
+        for folder in (self.folder, self.memory):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+        self.memory = None
+
+    async def _write(self, actor: WorkerHandle, folder: Path, version: int, **how: Any) -> WeightRef:
+        if self.over == "direct":
+            if self.memory is None:
+                self.memory = shared_folder()
+            folder = self.memory / folder.relative_to(self.folder)
+        ref: WeightRef = await actor.call(
+            "write_weights", str(folder), version, durable=self.over == "volume", **how
+        )
+        if self.over == "volume":
+            ref.pull_seconds = self.deadline
+        return ref

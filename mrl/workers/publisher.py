@@ -1,0 +1,109 @@
+"""How the actor's weights leave it: as files, in shared memory, as a model folder, as a difference."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.errors import SyncError
+from mrl.sync.checksum import checksum
+from mrl.sync.delta import DeltaWriter
+from mrl.sync.files import adapter_ref, publish, publish_folder, size_of, without_aliases
+from mrl.sync.tensors import FILE, MappedFile
+from mrl.types import WeightRef
+from mrl.workers.lora import merged_state_dict
+
+
+class Publisher:
+    """Writes one model's weights, version after version.
+
+    Tensors go out under their Hugging Face names, adapters merged, tied ones once. `dtype` is that of the samplers'
+    weights ("float32", "bfloat16"; None = the actor's own): casting here halves what travels.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.memory: MappedFile | None = None
+        self.deltas: DeltaWriter | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is published."""
+        return merged_state_dict(self.model)
+
+    def files(
+        self,
+        folder: Path,
+        version: int,
+        *,
+        dtype: str | None = None,
+        adapter: bool = False,
+        durable: bool = False,
+        keep: int = 1,
+    ) -> WeightRef:
+        """A new folder for the version. Raises SyncError."""
+        if adapter:
+            return adapter_ref(
+                publish_folder(self._write_adapter, folder, version, durable=durable, keep=keep), version
+            )
+        return publish(self.tensors(), folder, version, dtype=_dtype(dtype), durable=durable, keep=keep)
+
+    def in_memory(self, folder: Path, version: int, *, dtype: str | None = None, adapter: bool = False) -> WeightRef:
+        """The one file below `folder` overwritten in place: no new pages, one copy. Raises SyncError."""
+        if adapter:
+            return self.files(folder, version, adapter=True)
+        tensors, kind = without_aliases(self.tensors()), _dtype(dtype)
+        try:
+            if self.memory is None or self.memory.path.parent != folder or not self.memory.fits(tensors, kind):
+                self.memory = None
+                self.memory = MappedFile(folder / FILE, tensors, kind)
+        except OSError as error:
+            raise SyncError(f"{folder}: no room for the weights ({error.strerror}); use weight_sync_method: reload") from error
+        found = checksum(self.memory.write(tensors))
+        return WeightRef(version, path=str(folder), checksum=found, bytes=self.memory.size)
+
+    def whole_model(self, folder: Path, version: int, *, dtype: str | None = None) -> WeightRef:
+        """A Hugging Face model folder with configuration and tokenizer. Raises SyncError."""
+        tensors, kind = self.tensors(), _dtype(dtype)
+        if kind is not None:
+            tensors = {n: t.to(kind) if t.is_floating_point() else t for n, t in tensors.items()}
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+        def fill(partial: Path) -> None:
+            inner.save_pretrained(partial, state_dict=tensors)
+            self.tokenizer.save_pretrained(partial)
+
+        path = publish_folder(fill, folder, version)
+        return WeightRef(version, path=str(path), kind="model", bytes=size_of(path))
+
+    def difference(
+        self, folder: Path, version: int, *, dtype: str | None = None, full: bool, durable: bool = False
+    ) -> WeightRef:
+        """What changed since the version published last; `full`: everything. Raises SyncError."""
+        if self.deltas is None:
+            self.deltas = DeltaWriter()
+        return self.deltas.publish(
+            without_aliases(self.tensors()), folder, version, dtype=_dtype(dtype), full=full, durable=durable
+        )
+
+    def last_whole(self, folder: Path, version: int, *, durable: bool = False) -> WeightRef:
+        """Everything, as `difference` published it last. Raises SyncError."""
+        if self.deltas is None:
+            raise SyncError("no difference was published yet")
+        return self.deltas.last_whole(folder, version, durable=durable)
+
+    def _write_adapter(self, partial: Path) -> None:
+        self.model.save_pretrained(partial)
+        for extra in partial.iterdir():
+            if extra.name not in ("adapter_config.json", "adapter_model.safetensors"):
+                shutil.rmtree(extra) if extra.is_dir() else extra.unlink()
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
