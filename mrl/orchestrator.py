@@ -425,8 +425,9 @@ def make_sync(config: OrchestratorConfig, run_dir: Path, *, shares_modules: bool
     """The run's way of sending weights."""
     runtime = config.runtime
     extra = {"over": runtime.delta_over, "full_every": runtime.delta_full_every}
+    shared = runtime.weight_sync_dir
     return SYNC_METHODS.get(runtime.weight_sync_method)(
-        Path(runtime.weight_sync_dir or run_dir) / "weights",
+        run_dir / "weights" if shared is None else Path(shared).expanduser() / f"mrl-weights-{run_dir.name}",
         deadline=runtime.sync_timeout,
         lora=config.serving.lora_sync if config.model.use_lora else None,
         shares_modules=shares_modules,

@@ -50,6 +50,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
             "sync_weights_every: with weight_sync_method direct the workers share the actor's module and always have "
             "its newest weights; use weight_sync_method: reload, or sync_weights_every: 1"
         )
+    _check_stale_sync(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
     eval_tasks = load_eval_tasks(config)
@@ -57,6 +58,21 @@ def prepare(config: OrchestratorConfig) -> Prepared:
         if part:
             _check_rewards(rewards, part)
     return _with_model(config, tasks, eval_tasks)
+
+
+def _check_stale_sync(config: OrchestratorConfig) -> None:
+    """Checkpoints keep the samplers' weights where they are older than the actor's, which takes a file of them."""
+    runtime = config.runtime
+    config.serving.options_of(runtime.engine)
+    if runtime.sync_weights_every == 1:
+        return
+    if runtime.weight_sync_method in ("delta", "checkpoint"):
+        raise ConfigError(
+            f"sync_weights_every: above 1 it needs weight_sync_method reload or volume, found "
+            f"{runtime.weight_sync_method}"
+        )
+    if config.model.use_lora and runtime.engine != "transformers" and config.serving.lora_sync == "adapter":
+        raise ConfigError("sync_weights_every: above 1 it needs lora_sync: merged, so that a resumed run can go on")
 
 
 def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:

@@ -64,3 +64,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same with a head of its own and no chat template."""
     return str(build_model(tmp_path_factory.mktemp("models") / "untied", tied=False, chat=False))
+
+
+VLLM_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""vLLM's attention on CPU wants heads of 32."""
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random Qwen2 that vLLM can run on CPU, with tied embeddings."""
+    return str(build_model(tmp_path_factory.mktemp("models") / "for-vllm", **VLLM_SHAPE))
+
+
+@pytest.fixture(scope="session")
+def untied_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with a head of its own."""
+    return str(build_model(tmp_path_factory.mktemp("models") / "for-vllm-untied", tied=False, **VLLM_SHAPE))

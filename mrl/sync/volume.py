@@ -14,6 +14,7 @@ from pathlib import Path
 from mrl.backends.base import WorkerHandle
 from mrl.errors import SyncError
 from mrl.sync.base import WeightSync
+from mrl.sync.tensors import FILE
 from mrl.types import WeightRef
 
 _POLL_SECONDS = 0.05
@@ -28,6 +29,12 @@ class VolumeSync(WeightSync):
         )
         ref.pull_seconds = self.deadline
         return ref
+
+    def served(self) -> Path | None:
+        """The file with the weights that the workers serve."""
+        if self.current is None or self.current.kind != "weights" or self.current.path is None:
+            return None
+        return Path(self.current.path) / FILE
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -48,6 +48,7 @@ class Host:
         self.lora: Any = None
         self.broken: str | None = None
         self.loading = asyncio.Lock()
+        self.prompt_tokens = self.cached_tokens = 0
 
     async def start(self) -> dict[str, Any]:
         await self.llm.collective_rpc("mrl_set_up")
@@ -118,6 +119,8 @@ class Host:
         await self.llm.resume_generation()
 
     async def sleep(self, level: int) -> None:
+        if not self.llm.model_config.enable_sleep_mode:
+            raise Refused("vLLM cannot sleep on this device, or was not told to: vllm_args {enable_sleep_mode: true}")
         await self.llm.sleep(level)
 
     async def wake(self) -> None:
@@ -130,6 +133,8 @@ class Host:
             "paused": await self.llm.is_paused(),
             "in_flight": self.llm.get_num_unfinished_requests(),
             "broken": self.broken,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": self.cached_tokens,
         }
 
     # --- weights ----------------------------------------------------------------------------------------------------
@@ -205,6 +210,8 @@ class Host:
             pass
         if self.broken is not None:
             raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
+        self.prompt_tokens += len(ids)
+        self.cached_tokens += result.num_cached_tokens or 0
         return result
 
 
