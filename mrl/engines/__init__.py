@@ -6,7 +6,11 @@ from mrl.registry import Registry
 ENGINES: Registry[type[Engine]] = Registry(
     "engines",
     "engine",
-    {"transformers": "mrl.engines.transformers:TransformersEngine", "vllm": "mrl.engines.vllm:VLLMEngine"},
+    {
+        "transformers": "mrl.engines.transformers:TransformersEngine",
+        "vllm": "mrl.engines.vllm:VLLMEngine",
+        "vllm-remote": "mrl.engines.vllm_remote:RemoteVLLMEngine",
+    },
 )
 
 __all__ = ["ENGINES", "Engine"]

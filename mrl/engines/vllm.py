@@ -179,8 +179,8 @@ class VLLMEngine:
         return self.version
 
     def held(self) -> str | None:
-        """Checksum of the tensors that vLLM's processes were given last, as they computed it; None where the weights
-        came from a model folder or as an adapter."""
+        """Checksum of the tensors that vLLM was given last, as its processes computed it; None where the weights came
+        from a model folder."""
         return self._held
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -231,11 +231,9 @@ class VLLMEngine:
         if ref.kind not in ("weights", "adapter"):
             raise SyncError(f"engine vllm does not take weights as {ref.kind!r}")
         try:
-            if ref.kind == "adapter":
-                self._process.call("load_adapter", ref.path, ref.version, timeout=self._sync_seconds)
-                return None
+            method = "load" if ref.kind == "weights" else "load_adapter"
             held: str | None = self._process.call(
-                "load", ref.path, ref.version, ref.checksum, timeout=self._sync_seconds
+                method, ref.path, ref.version, ref.checksum, timeout=self._sync_seconds
             )
             return held
         except TimeoutError:

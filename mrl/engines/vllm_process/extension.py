@@ -105,13 +105,16 @@ class WorkerExtension:
     """Methods that every vLLM worker gets; called on all of them by `collective_rpc`."""
 
     def mrl_set_up(self) -> None:
-        """Let prompt logprobs be taken at each request's temperature. Called once, before any request."""
-        _score_at_temperature(self.model_runner)  # type: ignore[attr-defined]
+        """Let prompt logprobs be taken at each request's temperature. Calling it twice is allowed."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if "_get_prompt_logprobs_dict" not in vars(runner):
+            _score_at_temperature(runner)
 
-    def mrl_held(self) -> tuple[str | None, bool]:
-        """Checksum of the tensors that this worker's model was given last, and whether it has all of them."""
+    def mrl_held(self) -> dict[str, Any]:
+        """`checksum` of the tensors that this worker's model was given last (None before any), and whether it has all
+        of them (`whole`)."""
         transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return transfer.held, transfer.whole
+        return {"checksum": transfer.held, "whole": transfer.whole}
 
 
 def _score_at_temperature(runner: Any) -> None:

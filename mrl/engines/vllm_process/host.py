@@ -17,6 +17,8 @@ from typing import Any
 
 from mrl.engines.vllm_process.extension import NAME, WorkerExtension
 from mrl.engines.vllm_process.wire import read, write
+from mrl.sync.checksum import checksum as fingerprint
+from mrl.sync.tensors import open_folder
 
 ADAPTER = 1
 """The number vLLM knows the one adapter by."""
@@ -159,20 +161,24 @@ class Host:
             await self.llm.update_weights(WeightTransferUpdateRequest({"path": path, "checksum": checksum}))
             await self.llm.finish_weight_update(str(version))
         except Exception:
-            if not all(whole for _, whole in await self.llm.collective_rpc("mrl_held")):
+            if not all(worker["whole"] for worker in await self.llm.collective_rpc("mrl_held")):
                 self.broken = f"the update to version {version} was begun and did not finish"
             raise
-        held = {checksum for checksum, _ in await self.llm.collective_rpc("mrl_held")}
+        held = {worker["checksum"] for worker in await self.llm.collective_rpc("mrl_held")}
         if len(held) > 1:
             self.broken = f"its processes hold different weights after the update to version {version}: {held}"
             raise Refused(self.broken)
         self.broken = None
         return held.pop()
 
-    async def load_adapter(self, path: str, version: int) -> None:
-        """A LoRA adapter from a folder, in the place of the one before."""
+    async def load_adapter(self, path: str, version: int, checksum: str | None) -> str:
+        """A LoRA adapter from a folder, in the place of the one before. Returns the checksum of its tensors."""
         from vllm.lora.request import LoRARequest
 
+        with open_folder(path) as tensors:
+            found = fingerprint(tensors)
+        if checksum is not None and found != checksum:
+            raise Refused(f"{path} has checksum {found}, expected {checksum}")
         async with self.loading:
             await self.llm.pause_generation(mode="keep", clear_cache=True)
             try:
@@ -184,6 +190,7 @@ class Host:
                 # Requests name the adapter only: with its files in the name, vLLM would load them at every request.
                 self.lora = LoRARequest("policy", ADAPTER, path)
                 await self.llm.update_weight_version(str(version))
+                return found
             finally:
                 await self._resume()
 

