@@ -79,7 +79,6 @@ class RuntimeConfig(Section):
     call_timeout: float = Field(3600.0, gt=0)
     """Seconds any call to a worker may take before the worker counts as dead."""
 
-
     @model_validator(mode="after")
     def _options_of_other_methods(self) -> Self:
         if self.weight_sync_method != "delta":

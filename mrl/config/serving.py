@@ -49,7 +49,7 @@ class ServingConfig(Section):
         """What the engine's `create` takes. Raises ConfigError for options that it has no use for."""
         if engine == "vllm":
             refuse_changed(self, _REMOTE, "engine: vllm-remote")
-            names = (*_LOCAL, "lora_sync")
+            names: tuple[str, ...] = (*_LOCAL, "lora_sync")
         elif engine == "vllm-remote":
             refuse_changed(self, _LOCAL, "engine: vllm")
             if not self.vllm_urls:

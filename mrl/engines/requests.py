@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from mrl.errors import EngineError, ModelError
@@ -78,10 +79,9 @@ def end_ids(config: ModelConfig) -> frozenset[int]:
 
     model_config = load_config(config)
     sources = [model_config, model_config.get_text_config(decoder=True), load_tokenizer(config)]
-    try:
-        sources.append(GenerationConfig.from_pretrained(resolve_model(config.model), revision=config.revision))
-    except (OSError, ModelError):
-        pass  # many models have none
+    with contextlib.suppress(OSError, ModelError):  # many models have none
+        source = resolve_model(config.model)
+        sources.append(GenerationConfig.from_pretrained(source, revision=config.revision or "main"))
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)

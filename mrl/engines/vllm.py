@@ -42,7 +42,7 @@ class VLLMEngine:
         self._settings: dict[str, Any] = start["settings"]
         self._sync_seconds: float = start["sync_timeout"]
         self._end_ids = end_ids(config)
-        self._run(model)
+        self._run(model, version)
         self.version = version
         self._held: str | None = None
 
@@ -172,7 +172,7 @@ class VLLMEngine:
         if ref.path is None:
             raise SyncError("engine vllm takes weights from a folder; it cannot use a module of another process")
         if ref.kind == "model":
-            self._restart(ref.path)
+            self._restart(ref.path, ref.version)
         else:
             self._held = self._update(ref)
         self.version = ref.version
@@ -208,20 +208,20 @@ class VLLMEngine:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
-    def _run(self, model: str) -> None:
+    def _run(self, model: str, version: int) -> None:
         arguments = {name: value for name, value in self._start.items() if name != "sync_timeout"}
         named = {"model": model, "tokenizer": model}
         if not Path(model).is_dir() and self._config.revision is not None:
             named |= {"revision": self._config.revision, "tokenizer_revision": self._config.revision}
         arguments["settings"] = {**named, **self._settings}
-        self._process = VLLMProcess(**arguments)
+        self._process = VLLMProcess(version=version, **arguments)
         self._max_model_len: int = self._process.facts["max_model_len"]
         self._vocab_size: int = self._process.facts["vocab_size"]
 
-    def _restart(self, model: str) -> None:
+    def _restart(self, model: str, version: int) -> None:
         self._process.close()
         try:
-            self._run(model)
+            self._run(model, version)
         except EngineError as error:
             raise SyncError(f"vLLM did not start again from {model}: {error}") from error
         self._held = None
@@ -266,5 +266,3 @@ def _plain_model(config: ModelConfig, scratch: Path) -> str:
     load_model(config.model_copy(update={"device": "cpu"})).save_pretrained(scratch)
     load_tokenizer(config).save_pretrained(scratch)
     return str(scratch)
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -27,14 +28,21 @@ _ENDING_SECONDS = 10.0
 class VLLMProcess:
     """Runs `mrl.engines.vllm_process.host` and passes calls to it, from any thread.
 
-    settings: of vLLM's AsyncEngineArgs, plain data. python: another environment's interpreter; None = this one.
-    env: environment variables to set. start_timeout: seconds until the engine has to be up.
+    settings: of vLLM's AsyncEngineArgs, plain data. version: of the weights it starts with. python: another
+    environment's interpreter; None = this one. env: environment variables to set. start_timeout: seconds until the
+    engine has to be up.
 
     Raises EngineError, with the end of the process's log, when it does not come up.
     """
 
     def __init__(
-        self, settings: dict[str, Any], *, python: str | None, env: dict[str, str], start_timeout: float
+        self,
+        settings: dict[str, Any],
+        *,
+        version: int,
+        python: str | None,
+        env: dict[str, str],
+        start_timeout: float,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mrl-vllm-", dir=_short_folder()))
         self.log = self.folder / "log.txt"
@@ -46,7 +54,7 @@ class VLLMProcess:
         self.thread = threading.Thread(target=self.loop.run_forever, name="mrl-vllm", daemon=True)
         self.thread.start()
         try:
-            self.facts: dict[str, Any] = self._run(self._start(settings, python, env), start_timeout)
+            self.facts: dict[str, Any] = self._run(self._start(settings, version, python, env), start_timeout)
         except FutureTimeout:
             tail = self._tail()
             self.close()
@@ -80,17 +88,17 @@ class VLLMProcess:
             self.thread.join()
             self.loop.close()
         if self.process is not None:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # if it hangs it is killed below
                 self.process.wait(_ENDING_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass  # it hangs: killed below
             self._kill_group()
             self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # --- on the loop ------------------------------------------------------------------------------------------------
 
-    async def _start(self, settings: dict[str, Any], python: str | None, env: dict[str, str]) -> dict[str, Any]:
+    async def _start(
+        self, settings: dict[str, Any], version: int, python: str | None, env: dict[str, str]
+    ) -> dict[str, Any]:
         # The other environment has no mrl: it sees this one through a folder that holds nothing else.
         (self.folder / "mrl").symlink_to(Path(mrl.__file__).resolve().parent, target_is_directory=True)
         inherited = [] if python is not None else [p for p in (os.environ.get("PYTHONPATH"),) if p]
@@ -126,7 +134,7 @@ class VLLMProcess:
             await asyncio.wait([connected], timeout=0.05)
         server.close()
         reader, self.writer = connected.result()
-        wire.write(self.writer, settings)
+        wire.write(self.writer, {"settings": settings, "version": version})
         try:
             first = await wire.read(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -196,10 +204,8 @@ class VLLMProcess:
 
     def _kill_group(self) -> None:
         assert self.process is not None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def _tail(self) -> str:
         try:

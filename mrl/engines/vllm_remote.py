@@ -95,7 +95,8 @@ class RemoteVLLMEngine:
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
         """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p).
 
-        Raises EngineError for a temperature other than 1 where the server lacks mrl's extension: plain vLLM scores at 1.
+        Raises EngineError for a temperature other than 1 where the server lacks mrl's extension: plain vLLM
+        scores at 1.
         """
         for number, sequence in enumerate(sequences):
             check_sequence(number, sequence, self._max_model_len, self._vocab_size)
@@ -223,7 +224,9 @@ class RemoteVLLMEngine:
             found = checksum(tensors)
         name = f"mrl-{Path(ref.path).parent.name}-v{ref.version}"
         try:
-            self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": ref.path, "load_inplace": True})
+            self._call(
+                "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": ref.path, "load_inplace": True}
+            )
         except _NotFound:
             raise SyncError(
                 f"{self._url} takes no adapters while it runs: start it with --enable-lora --max-lora-rank R and "

@@ -105,7 +105,7 @@ class WeightSync(ABC):
 
     def close(self) -> None:
         """Remove what was written."""
-        return None
+        return
 
     # --- for the methods --------------------------------------------------------------------------------------------
 

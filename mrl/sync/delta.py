@@ -70,10 +70,7 @@ class DeltaWriter:
             else:
                 self.last[name] = tensor.clone()
         self.version = version
-        return WeightRef(
-            version, path=str(path), kind="delta", checksum=checksum(now), bytes=size_of(path), base=base
-        )
-
+        return WeightRef(version, path=str(path), kind="delta", checksum=checksum(now), bytes=size_of(path), base=base)
 
     def last_whole(self, folder: Path, version: int, *, durable: bool = False) -> WeightRef:
         """Everything as it was published last, for a reader that has nothing. Raises SyncError."""
@@ -136,7 +133,9 @@ def _write_delta(folder: Path, last: Mapping[str, Tensor], now: Mapping[str, Ten
                 continue
             parts = [zlib.compress(np.packbits(changed).tobytes(), _LEVEL)]
             planes = new[changed].view(np.uint8).reshape(count, -1)
-            parts += [zlib.compress(np.ascontiguousarray(planes[:, i]).tobytes(), _LEVEL) for i in range(planes.shape[1])]
+            parts += [
+                zlib.compress(np.ascontiguousarray(planes[:, i]).tobytes(), _LEVEL) for i in range(planes.shape[1])
+            ]
             entries[name] = {"count": count, "parts": [len(part) for part in parts]}
             out.writelines(parts)
     (folder / HEADER_FILE).write_text(json.dumps(entries))

@@ -50,9 +50,7 @@ class DeltaSync(WeightSync):
             if self.memory is None:
                 self.memory = shared_folder()
             folder = self.memory / folder.relative_to(self.folder)
-        ref: WeightRef = await actor.call(
-            "write_weights", str(folder), version, durable=self.over == "volume", **how
-        )
+        ref: WeightRef = await actor.call("write_weights", str(folder), version, durable=self.over == "volume", **how)
         if self.over == "volume":
             ref.pull_seconds = self.deadline
         return ref

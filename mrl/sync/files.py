@@ -58,8 +58,10 @@ def publish_folder(
         os.replace(partial, final)
         if durable:
             _to_disk(folder)
-        for old in versions(folder)[:-keep]:
-            shutil.rmtree(old)
+        before = [path for path in versions(folder) if int(path.name[1:]) < version]
+        for path in versions(folder):  # later ones are left over from a run that was resumed at an earlier step
+            if path != final and path not in before[len(before) - keep + 1 :]:
+                shutil.rmtree(path)
     except OSError as error:
         raise SyncError(f"weights could not be written to {folder}: {error.strerror}; free space there") from error
     return final

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def map_file(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_header(memory: memoryview | bytes, path: Path) -> tuple[dict[str, dict], int]:  # type: ignore[type-arg]
+def read_header(memory: memoryview | bytes, path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Entries by name, and where the tensors' bytes begin. Raises ValueError for what is no safetensors file."""
     if len(memory) < 8 or (start := 8 + struct.unpack("<Q", memory[:8])[0]) > len(memory):
         raise ValueError(f"{path} is cut short or no safetensors file")

@@ -42,7 +42,8 @@ class VolumeSync(WeightSync):
 
 def pull(ref: WeightRef, scratch: Path) -> WeightRef:
     """Copy a published version below `scratch`, and return a reference to the copy. Raises SyncError."""
-    assert ref.path is not None and ref.pull_seconds is not None
+    assert ref.path is not None
+    assert ref.pull_seconds is not None
     source, end = Path(ref.path), time.monotonic() + ref.pull_seconds
     while not source.is_dir():
         if time.monotonic() > end:
@@ -54,4 +55,6 @@ def pull(ref: WeightRef, scratch: Path) -> WeightRef:
         shutil.copytree(source, target)
     except OSError as error:
         raise SyncError(f"{source} could not be copied to {scratch}: {error}") from error
-    return WeightRef(ref.version, path=str(target), kind=ref.kind, checksum=ref.checksum, bytes=ref.bytes, base=ref.base)
+    return WeightRef(
+        ref.version, path=str(target), kind=ref.kind, checksum=ref.checksum, bytes=ref.bytes, base=ref.base
+    )

@@ -24,8 +24,8 @@ class PolicyClient:
     """Spreads requests over rollout workers and puts the completions back in order.
 
     Workers with continuous batching (see `capacity` of the worker) get one request at a time, the idlest first, so that
-    a long completion holds up nobody. Workers that decode a batch at a time get fixed shares, which keeps their batches,
-    and so the last bits of their numbers, the same from run to run.
+    a long completion holds up nobody. Workers that decode a batch at a time get fixed shares, which keeps their
+    batches, and so the last bits of their numbers, the same from run to run.
 
     spawn: makes a new worker for a place; without it a worker that fails is not replaced. note: told of each that was.
     """

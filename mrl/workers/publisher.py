@@ -61,7 +61,9 @@ class Publisher:
                 self.memory = None
                 self.memory = MappedFile(folder / FILE, tensors, kind)
         except OSError as error:
-            raise SyncError(f"{folder}: no room for the weights ({error.strerror}); use weight_sync_method: reload") from error
+            raise SyncError(
+                f"{folder}: no room for the weights ({error.strerror}); use weight_sync_method: reload"
+            ) from error
         found = checksum(self.memory.write(tensors))
         return WeightRef(version, path=str(folder), checksum=found, bytes=self.memory.size)
 

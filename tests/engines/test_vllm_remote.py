@@ -164,9 +164,11 @@ async def test_an_adapter_into_a_stock_server(with_adapters: str, vllm_model: st
 
 
 def test_a_server_with_raw_logprobs_is_refused(vllm_model: str, tmp_path: Path) -> None:
-    with serve(vllm_model, tmp_path / "log.txt") as url:
-        with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
-            RemoteVLLMEngine.create(config(vllm_model), url=url)
+    with (
+        serve(vllm_model, tmp_path / "log.txt") as url,
+        pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"),
+    ):
+        RemoteVLLMEngine.create(config(vllm_model), url=url)
     with pytest.raises(EngineDied, match="does not answer"):
         RemoteVLLMEngine.create(config(vllm_model), url=url)
     with pytest.raises(EngineError, match="has no MRL_NO_SUCH_KEY"):

@@ -47,7 +47,7 @@ def requests(count: int = 6) -> list[GenerateRequest]:
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("fixture", ["tiny_model", "untied_model"])
-@pytest.mark.parametrize("method", ["reload", "direct"])
+@pytest.mark.parametrize("method", ["reload", "direct", "volume", "delta", "checkpoint"])
 async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
     method: str, fixture: str, lora: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -126,7 +126,8 @@ def _score_at_temperature(runner: Any) -> None:
         for request_id, wanted in runner.num_prompt_logprobs.items():
             groups[runner.requests[request_id].sampling_params.temperature][request_id] = wanted
         if not set(groups) - {1.0}:
-            return plain(hidden_states, num_scheduled_tokens)  # type: ignore[no-any-return]
+            answer: dict[str, Any] = plain(hidden_states, num_scheduled_tokens)
+            return answer
         compute, answers, unfinished = runner.sampler.compute_logprobs, {}, {}
         try:
             for temperature, requests in groups.items():
@@ -141,6 +142,11 @@ def _score_at_temperature(runner: Any) -> None:
 
     runner._get_prompt_logprobs_dict = by_temperature
 
+
+if torch.cpu._is_amx_tile_supported():
+    # Linux gives a process the matrix units only when it asks. vLLM's own bfloat16 kernels do not ask, and die of an
+    # illegal instruction unless another library happened to.
+    torch.cpu._init_amx()
 
 if NAME not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(NAME, FolderTransfer)

@@ -31,7 +31,7 @@ class Refused(Exception):
 class Host:
     """An engine and the version it serves."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], version: int) -> None:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -47,6 +47,7 @@ class Host:
             **settings,
         }
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self.first_version = version
         self.lora: Any = None
         self.broken: str | None = None
         self.loading = asyncio.Lock()
@@ -54,7 +55,7 @@ class Host:
 
     async def start(self) -> dict[str, Any]:
         await self.llm.collective_rpc("mrl_set_up")
-        await self.llm.update_weight_version("0")
+        await self.llm.update_weight_version(str(self.first_version))
         config = self.llm.vllm_config
         cache = config.cache_config
         return {
@@ -211,15 +212,13 @@ class Host:
 
         if self.broken is not None:
             raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
-        result = None
-        prompt = TokensPrompt(prompt_token_ids=ids)
-        async for result in self.llm.generate(prompt, params, request_id or random_uuid(), lora_request=self.lora):
-            pass
+        prompt, name = TokensPrompt(prompt_token_ids=ids), request_id or random_uuid()
+        outputs = [output async for output in self.llm.generate(prompt, params, name, lora_request=self.lora)]
         if self.broken is not None:
             raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
         self.prompt_tokens += len(ids)
-        self.cached_tokens += result.num_cached_tokens or 0
-        return result
+        self.cached_tokens += outputs[-1].num_cached_tokens or 0
+        return outputs[-1]
 
 
 def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
@@ -239,9 +238,9 @@ def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 async def serve(socket: str) -> None:
     """Until the other side closes."""
     reader, writer = await asyncio.open_unix_connection(socket)
-    settings = await read(reader)
+    first = await read(reader)
     try:
-        host = Host(settings)
+        host = Host(first["settings"], first["version"])
         write(writer, {"ready": await host.start()})
         await writer.drain()
     except Exception as error:

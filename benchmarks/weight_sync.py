@@ -1,0 +1,196 @@
+"""Seconds and bytes of every way of sending weights into vLLM, beside copying the same bytes in memory.
+
+    python benchmarks/weight_sync.py [--shapes 30m,120m,0.5b] [--methods reload,direct,...] [--dtype float32] [--repeat 3]
+
+Needs vLLM in this environment, or in the one that --python names. Models are random and Qwen2-shaped. For each shape:
+
+- `memcpy`: the tensors copied into memory that is already there, the floor of anything that moves them;
+- `write+read`: the bytes written to a file beside the run and read back into memory, the floor of `reload`;
+- `vllm load`: the seconds vLLM itself needs to take tensors that lie in shared memory, checksum included;
+- each method: publish (by the actor), load (by vLLM, until it has confirmed the checksum), their sum, the bytes.
+
+The median of --repeat syncs, after one that is not counted; between two syncs every weight changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHAPES: dict[str, dict[str, int]] = {
+    "30m": {"hidden": 384, "layers": 8, "heads": 6, "kv": 2, "inner": 1536, "vocab": 32_000},
+    "120m": {"hidden": 768, "layers": 12, "heads": 12, "kv": 4, "inner": 3072, "vocab": 32_000},
+    "0.5b": {"hidden": 896, "layers": 24, "heads": 14, "kv": 2, "inner": 4864, "vocab": 151_936},
+}
+METHODS = ("direct", "reload", "reload-memory", "volume", "delta", "checkpoint")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shapes", default="30m,120m,0.5b")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--python")
+    parser.add_argument("--json", action="store_true", help="one line of JSON per measurement")
+    options = parser.parse_args()
+    for shape in options.shapes.split(","):
+        with tempfile.TemporaryDirectory(prefix="mrl-benchmark-") as folder:
+            for row in asyncio.run(measure(shape, options, Path(folder))):
+                print(json.dumps(row) if options.json else text(row), flush=True)
+
+
+async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    from mrl.backends.inline import InlineHandle
+    from mrl.sync import SYNC_METHODS
+    from mrl.workers.publisher import Publisher
+    from mrl.workers.rollout import RolloutWorker
+
+    model, tokenizer = build(shape, folder / "model")
+    dtype = getattr(torch, options.dtype)
+    size, floor = memcpy(model, dtype)
+    rows = [row(shape, options.dtype, "memcpy", 0.0, floor, size), disk(shape, options.dtype, size, folder)]
+    worker = RolloutWorker(
+        "vllm",
+        {"model": str(folder / "model"), "device": "cpu", "max_model_len": 64, "dtype": options.dtype},
+        {"vllm_python": options.python, "vllm_kv_cache_gb": 0.25},
+    )
+    await asyncio.to_thread(worker.load)
+    actor = InlineHandle(Actor(Publisher(model, tokenizer)), "actor", 600)
+    try:
+        for name in options.methods.split(","):
+            where = Path("/dev/shm") if name == "reload-memory" else folder
+            extra = {"full_every": 1000} if name == "delta" else {}
+            sync = SYNC_METHODS.get(name.partition("-")[0])(
+                where / f"mrl-benchmark-{os.getpid()}", deadline=600, **extra
+            )
+            handle = InlineHandle(worker, name, 600)
+            reports = []
+            for version in range(1 + (1 if name == "checkpoint" else options.repeat)):
+                change(model)
+                reports.append(await sync.sync(actor, [handle], version))
+            counted = reports[1:]
+            rows.append(
+                row(
+                    shape,
+                    options.dtype,
+                    name,
+                    statistics.median(r.publish_seconds for r in counted),
+                    statistics.median(r.load_seconds for r in counted),
+                    counted[-1].bytes,
+                )
+            )
+            sync.close()
+    finally:
+        worker.close()
+    compare(rows)
+    return rows
+
+
+class Actor:
+    """The publishing half of the actor, without an optimizer."""
+
+    def __init__(self, publisher: Any) -> None:
+        self.publisher = publisher
+
+    def write_weights(self, folder: str, version: int, how: str = "files", **options: Any) -> Any:
+        return getattr(self.publisher, how)(Path(folder), version, **options)
+
+
+def build(shape: str, folder: Path) -> tuple[Any, Any]:
+    """A random model with tied embeddings and the starter's tokenizer, in a folder."""
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    from mrl.starter import STARTER_DIR
+
+    s = SHAPES[shape]
+    config = Qwen2Config(
+        vocab_size=s["vocab"],
+        hidden_size=s["hidden"],
+        intermediate_size=s["inner"],
+        num_hidden_layers=s["layers"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv"],
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
+@torch.no_grad()
+def change(model: torch.nn.Module) -> None:
+    """As an optimizer step of 1e-6 would."""
+    for parameter in model.parameters():
+        parameter.add_(torch.empty_like(parameter).uniform_(-1e-6, 1e-6))
+
+
+def memcpy(model: torch.nn.Module, dtype: torch.dtype) -> tuple[int, float]:
+    """Bytes of the weights in the dtype they are served in, and the seconds copying so many takes."""
+    source = [p.detach().to(dtype) for p in model.parameters()]
+    target = [torch.empty_like(t).fill_(1) for t in source]
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for a, b in zip(source, target, strict=True):
+            b.copy_(a)
+        seconds.append(time.perf_counter() - start)
+    return sum(t.numel() * t.element_size() for t in source), statistics.median(seconds)
+
+
+def disk(shape: str, dtype: str, size: int, folder: Path) -> dict[str, Any]:
+    """Writing so many bytes to a new file, and reading them into new memory."""
+    data = torch.ones(size, dtype=torch.uint8).numpy()
+    path, seconds = folder / "bytes", []
+    for _ in range(3):
+        path.unlink(missing_ok=True)
+        start = time.perf_counter()
+        data.tofile(path)
+        written = time.perf_counter()
+        len(path.read_bytes())
+        seconds.append((written - start, time.perf_counter() - written))
+    path.unlink()
+    write, read = sorted(seconds, key=sum)[1]
+    return row(shape, dtype, "write+read", write, read, size)
+
+
+def row(shape: str, dtype: str, name: str, publish: float, load: float, size: int) -> dict[str, Any]:
+    return {
+        "shape": shape,
+        "dtype": dtype,
+        "method": name,
+        "publish_s": round(publish, 4),
+        "load_s": round(load, 4),
+        "total_s": round(publish + load, 4),
+        "mb": round(size / 1e6, 2),
+    }
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    floor = rows[0]["total_s"]
+    for other in rows:
+        other["x_memcpy"] = round(other["total_s"] / max(floor, 1e-9), 1)
+
+
+def text(r: dict[str, Any]) -> str:
+    return (
+        f"{r['shape']:>5} {r['dtype']:>8} {r['method']:>14}  publish {r['publish_s']:8.3f} s  load {r['load_s']:8.3f} s"
+        f"  total {r['total_s']:8.3f} s  {r['mb']:9.2f} MB  {r['x_memcpy']:7.1f} x memcpy"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Every sync method into the real vLLM: after each, both sides give the same logprobs to the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.backends import Resources
+from mrl.backends.inline import InlineBackend, InlineHandle
+from mrl.sync import SYNC_METHODS
+from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
+from mrl.workers.actor import ActorWorker
+from mrl.workers.pool import PolicyClient
+from mrl.workers.rollout import RolloutWorker
+
+pytestmark = pytest.mark.vllm
+
+LORA = {"use_lora": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
+KINDS: dict[str, dict[str, object]] = {
+    "full-tied": {"model": "vllm_model"},
+    "full-untied": {"model": "untied_vllm_model"},
+    "lora-merged": {"model": "vllm_model", **LORA},
+    "lora-adapter": {"model": "vllm_model", **LORA},
+    "bfloat16": {"model": "vllm_model", "dtype": "bfloat16"},
+}
+METHODS = ("reload", "direct", "volume", "delta", "delta-direct", "delta-volume")
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, object], RolloutWorker]]:
+    """One running engine for all methods; what they send differs, so each has to replace what the last one left."""
+    model = request.getfixturevalue(str(KINDS[request.param]["model"]))
+    untouched = fingerprint(model)
+    settings = {"device": "cpu", "max_model_len": 64} | KINDS[request.param] | {"model": model}
+    lora_sync = "adapter" if request.param == "lora-adapter" else "merged"
+    worker = RolloutWorker("vllm", settings, {"lora_sync": lora_sync, "sync_timeout": 60.0})
+    worker.load()
+    yield request.param, settings, worker
+    worker.close()
+    assert fingerprint(model) == untouched, "a run must not write where its model came from"
+
+
+def fingerprint(folder: str) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).rglob("*")):
+        digest.update(f"{path.name} {path.stat().st_mtime_ns}".encode())
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()
+
+
+def requests(count: int = 8) -> list[GenerateRequest]:
+    params = SamplingParams(temperature=0.8, max_tokens=12)
+    return [GenerateRequest(str(i), (65 + i % 2, 66, 67), params, seed=i) for i in range(count)]
+
+
+async def train_and_sync(name: str, settings: dict[str, object], worker: RolloutWorker, folder: Path) -> list[int]:
+    """Three steps, a sync after each. Returns the bytes that travelled."""
+    method, _, over = name.partition("-")
+    backend = InlineBackend(120)
+    arguments = {"model": settings, "training": {"learning_rate": 0.01}, "total_steps": 9}
+    actor = await backend.spawn(ActorWorker, name="actor", resources=Resources(), args=arguments)
+    await actor.call("initialize")
+    handle = InlineHandle(worker, f"rollout-{name}", 120)
+    lora = worker.options["lora_sync"] if settings.get("use_lora") else None
+    extra = {"over": over or "reload", "full_every": 3} if method == "delta" else {}
+    sync = SYNC_METHODS.get(method)(folder / "weights", lora=lora, deadline=100.0, **extra)
+    reports = [await sync.sync(actor, [handle], 10)]
+    policy = PolicyClient([handle])
+    seen = []
+    limit = 0.1 if settings.get("dtype") == "bfloat16" else 1e-4
+    for version in (11, 12, 13):
+        completions = await policy.generate(requests())
+        assert {c.policy_version for c in completions} == {version - 1}
+        seen.append([c.token_ids for c in completions])
+        samples = [
+            Sample(list(r.prompt_ids), c.token_ids, c.logprobs, [1] * len(c.token_ids), version - 1)
+            for r, c in zip(requests(), completions, strict=True)
+        ]
+        advantages = [1.0 if i % 2 else -1.0 for i in range(len(samples))]
+        metrics = await actor.call("train_step", TrainBatch(samples, advantages, len(samples), 96, temperature=0.8))
+        assert metrics["train/logprob_gap_max"] < limit, f"before step {version} the worker had other weights"
+        reports.append(await sync.sync(actor, [handle], version))
+    assert seen[0] != seen[2], "training must have changed what is sampled, or the check above shows nothing"
+    await actor.kill()
+    sync.close()
+    assert not (folder / "weights").exists()
+    return [report.bytes for report in reports]
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_after_a_sync_the_logprobs_are_the_actors(
+    method: str, served: tuple[str, dict[str, object], RolloutWorker], tmp_path: Path
+) -> None:
+    kind, settings, worker = served
+    if kind == "lora-adapter" and method.startswith("delta"):
+        return  # refused before a run starts: differences are of all tensors
+    sizes = await train_and_sync(method, settings, worker, tmp_path)
+    if kind == "lora-adapter" and not method.startswith("delta"):
+        model_bytes = (Path(str(settings["model"])) / "model.safetensors").stat().st_size
+        assert max(sizes) < model_bytes / 2, "only the adapter travels"
+    if kind == "bfloat16":
+        model_bytes = (Path(str(settings["model"])) / "model.safetensors").stat().st_size
+        assert max(sizes) < model_bytes * 0.6, "in the dtype that is served"
+
+
+async def test_checkpoint_makes_the_engine_anew(
+    served: tuple[str, dict[str, object], RolloutWorker], tmp_path: Path
+) -> None:
+    kind, settings, worker = served
+    if kind not in ("full-tied", "lora-merged"):
+        return  # the folder and the new engine are the same for all of them
+    before = worker.engine.pid  # type: ignore[union-attr]
+    await train_and_sync("checkpoint", settings, worker, tmp_path)
+    assert worker.engine.pid != before  # type: ignore[union-attr]

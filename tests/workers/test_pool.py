@@ -1,0 +1,134 @@
+"""Spreading requests over workers, and replacing those that cannot be updated."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mrl.backends.inline import InlineHandle
+from mrl.errors import EngineDied, SyncError
+from mrl.sync.base import WeightSync
+from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
+from mrl.workers.pool import PolicyClient
+
+
+class Sampler:
+    """Stands in for a rollout worker: takes `max_tokens` milliseconds a request, many at a time."""
+
+    def __init__(
+        self, capacity: int | None, *, version: int = 0, dies_after: int | None = None, fault: str = ""
+    ) -> None:
+        self.limit, self.version, self.dies_after, self.fault = capacity, version, dies_after, fault
+        self.served: list[str] = []
+        self.at_once = self.most_at_once = 0
+
+    def capacity(self) -> int | None:
+        return self.limit
+
+    async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+        self.at_once += len(requests)
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(max(r.sampling.max_tokens for r in requests) / 1000)
+        self.at_once -= len(requests)
+        if self.dies_after is not None and len(self.served) >= self.dies_after:
+            raise EngineDied("gone")
+        self.served += [r.id for r in requests]
+        return [Completion(r.id, [1], [0.0], "stop", self.version) for r in requests]
+
+    def initialize_for_weight_sync(self) -> dict[str, object]:
+        return {"accepts": ["weights"], "dtype": None, "host": "here"}
+
+    async def update_weights(self, ref: WeightRef) -> dict[str, object]:
+        if self.fault == "refuses":
+            raise SyncError("no room")
+        if self.fault == "hangs":
+            await asyncio.sleep(60)
+        if self.fault != "forgets":
+            self.version = ref.version
+        return {"version": self.version, "checksum": "other" if self.fault == "holds others" else ref.checksum}
+
+
+class Publish(WeightSync):
+    async def publish(self, actor: object, workers: object, version: int) -> WeightRef:
+        return WeightRef(version, path="somewhere", checksum="c", bytes=7)
+
+
+def pool(*workers: Sampler, **options: object) -> PolicyClient:
+    return PolicyClient([InlineHandle(w, f"rollout-{i}", 60) for i, w in enumerate(workers)], **options)
+
+
+def requests(lengths: list[int], prompts: int = 1000) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(str(i), (i % prompts,), SamplingParams(max_tokens=n), seed=i) for i, n in enumerate(lengths)
+    ]
+
+
+async def test_long_completions_do_not_hold_back_short_ones() -> None:
+    workers = Sampler(2), Sampler(2)
+    lengths = [400] + [20] * 39
+    start = asyncio.get_running_loop().time()
+    done = await pool(*workers).generate(requests(lengths))
+    seconds = asyncio.get_running_loop().time() - start
+    assert [c.request_id for c in done] == [str(i) for i in range(40)]
+    assert seconds < 0.4 + 0.15, "39 short ones go past the long one in the three other places"
+    assert max(w.most_at_once for w in workers) <= 2
+    busy = next(w for w in workers if "0" in w.served)
+    other = next(w for w in workers if w is not busy)
+    assert len(other.served) > len(busy.served)
+
+
+async def test_a_prompts_group_stays_together_unless_that_would_be_unfair() -> None:
+    together = Sampler(64), Sampler(64)
+    await pool(*together).generate(requests([20] * 8, prompts=1))
+    assert sorted(len(w.served) for w in together) == [0, 8]
+    split = Sampler(64), Sampler(64)
+    await pool(*split).generate(requests([20] * 64, prompts=1))
+    assert min(len(w.served) for w in split) >= 24
+
+
+async def test_requests_of_a_worker_that_dies_run_again_on_the_others() -> None:
+    told: list[str] = []
+    bad, good = Sampler(4, dies_after=3), Sampler(4)
+    done = await pool(bad, good, note=told.append).generate(requests([5] * 30))
+    assert len(done) == 30
+    assert sorted([*bad.served, *good.served], key=int) == [str(i) for i in range(30)]
+    assert "rollout-0 is gone" in told[0]
+    with pytest.raises(EngineDied):
+        await pool(Sampler(4, dies_after=0)).generate(requests([5] * 3))
+
+
+async def test_batch_workers_get_fixed_shares() -> None:
+    workers = Sampler(None), Sampler(None)
+    await pool(*workers).generate(requests([5] * 8, prompts=4))
+    assert [w.served for w in workers] == [["0", "4", "2", "6"], ["1", "5", "3", "7"]]
+
+
+@pytest.mark.parametrize("fault", ["refuses", "hangs", "forgets", "holds others"])
+async def test_a_worker_that_cannot_update_is_replaced_by_one_that_has(fault: str, tmp_path: Path) -> None:
+    told: list[str] = []
+    spawned: list[Sampler] = []
+
+    async def spawn(index: int) -> InlineHandle:
+        spawned.append(Sampler(4))
+        return InlineHandle(spawned[-1], f"rollout-{index}", 60)
+
+    workers = Sampler(4), Sampler(4, fault=fault), Sampler(4)
+    client = pool(*workers, spawn=spawn, note=told.append)
+    method = Publish(tmp_path, deadline=0.2)
+    report = await client.sync(method, None, 3)
+    assert list(report.failed) == ["rollout-1"]
+    assert report.bytes == 7
+    assert told[0].startswith("rollout-1 is replaced: ")
+    assert [w.version for w in (workers[0], spawned[0], workers[2])] == [3, 3, 3]
+    done = await client.generate(requests([5] * 30))
+    assert {c.policy_version for c in done} == {3}
+    assert not workers[1].served
+    assert spawned[0].served
+    with pytest.raises(SyncError, match="rollout-1: "):
+        await pool(*workers).sync(Publish(tmp_path, deadline=0.2), None, 4)
+    with pytest.raises(SyncError, match="rollout-1: "):
+        await Publish(tmp_path, deadline=0.2).sync(
+            None, [*client.workers[:1], InlineHandle(workers[1], "rollout-1", 60)], 5
+        )
