@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import mrl
 from mrl.engines.vllm_process import wire
+from mrl.engines.vllm_process.ending import end_group
 from mrl.errors import EngineDied, EngineError
 
 _LOG_LINES = 12
@@ -90,7 +90,7 @@ class VLLMProcess:
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # if it hangs it is killed below
                 self.process.wait(_ENDING_SECONDS)
-            self._kill_group()
+            end_group(self.process.pid)
             self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -201,11 +201,6 @@ class VLLMProcess:
         except FutureTimeout:
             future.cancel()
             raise
-
-    def _kill_group(self) -> None:
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _tail(self) -> str:
         try:

@@ -87,6 +87,16 @@ async def test_filters_renormalise_and_greedy_is_certain(engine: VLLMEngine, ref
     assert mine.logprobs == [0.0] * 6
 
 
+async def test_many_long_prompts_come_at_once(engine: VLLMEngine) -> None:
+    """More prompt tokens than one step takes, each request with a seed of its own."""
+    params = SamplingParams(max_tokens=4)
+    asked = [GenerateRequest(str(i), tuple(65 + (i + j) % 50 for j in range(100)), params, seed=i) for i in range(160)]
+    assert 160 * 100 > 8192
+    done = await engine.generate(asked)
+    (alone,) = await engine.generate(asked[-1:])
+    assert done[-1].token_ids == alone.token_ids
+
+
 async def test_tokens_derive_from_the_seed_alone(engine: VLLMEngine) -> None:
     params = SamplingParams(max_tokens=12)
     together = await engine.generate(requests(8, params))
@@ -247,9 +257,11 @@ async def test_bad_weights_are_refused_or_stop_the_engine(
 
 
 def test_nothing_stays_behind_and_a_dead_engine_says_so(vllm_model: str) -> None:
+    before = set(Path("/dev/shm").iterdir())
     engine = VLLMEngine.create(config(vllm_model))
     scratch, group = engine._process.folder, engine.pid
     assert processes_of(group)
+    shared = set(Path("/dev/shm").iterdir())
 
     async def die() -> None:
         task = asyncio.create_task(engine.generate(requests(2, SamplingParams(max_tokens=100))))
@@ -265,6 +277,7 @@ def test_nothing_stays_behind_and_a_dead_engine_says_so(vllm_model: str) -> None
     engine.close()
     assert not processes_of(group)
     assert not scratch.exists()
+    assert not any(path in shared for path in Path("/dev/shm").iterdir() if path not in before), "shared memory"
 
 
 def processes_of(group: int) -> list[int]:

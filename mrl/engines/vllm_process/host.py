@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from typing import Any
 
+from mrl.engines.vllm_process.ending import end_group
 from mrl.engines.vllm_process.extension import NAME, WorkerExtension
 from mrl.engines.vllm_process.wire import read, write
 from mrl.sync.checksum import checksum as fingerprint
@@ -227,7 +227,14 @@ def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
     if not current_platform.is_cpu():
         return {"dtype": "bfloat16"}
-    defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 30,
+        # A prompt taken in two pieces makes vLLM turn its request's random generator back, which on CPU it cannot.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(settings["max_model_len"], 8192),
+    }
     if settings.get("tensor_parallel_size", 1) == 1:
         # The model in vLLM's engine process, instead of in one more process behind it: that starts twice as fast.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -284,7 +291,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if os.getpgrp() == os.getpid():
-            os.killpg(os.getpgrp(), signal.SIGKILL)
+            end_group(os.getpgrp())
 
 
 if __name__ == "__main__":
