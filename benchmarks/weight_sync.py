@@ -1,12 +1,11 @@
 """Seconds and bytes of every way of sending weights into vLLM, beside copying the same bytes in memory.
 
-    python benchmarks/weight_sync.py [--shapes 30m,120m,0.5b] [--methods reload,direct,...] [--dtype float32] [--repeat 3]
+    python benchmarks/weight_sync.py [--shapes 30m,120m,0.5b] [--methods reload,direct,...] [--dtype float32]
 
 Needs vLLM in this environment, or in the one that --python names. Models are random and Qwen2-shaped. For each shape:
 
 - `memcpy`: the tensors copied into memory that is already there, the floor of anything that moves them;
 - `write+read`: the bytes written to a file beside the run and read back into memory, the floor of `reload`;
-- `vllm load`: the seconds vLLM itself needs to take tensors that lie in shared memory, checksum included;
 - each method: publish (by the actor), load (by vLLM, until it has confirmed the checksum), their sum, the bytes.
 
 The median of --repeat syncs, after one that is not counted; between two syncs every weight changes.

@@ -292,7 +292,7 @@ class Orchestrator:
                 args={"engine": config.runtime.engine, "model": model, "options": engine_options(config, index)},
             )
 
-        self.workers: list[WorkerHandle] = [await spawn_rollout(i) for i in range(config.runtime.num_rollout_workers)]
+        self.workers: list[WorkerHandle] = [await spawn_rollout(i) for i in range(rollout_workers(config))]
         self.rewards: WorkerHandle = await self.backend.spawn(
             RewardWorker,
             name="reward",
@@ -440,10 +440,17 @@ def engine_options(config: OrchestratorConfig, index: int) -> dict[str, Any]:
     options = config.serving.options_of(config.runtime.engine)
     if options:
         options["sync_timeout"] = config.runtime.sync_timeout
+    if "vllm_devices" in options:
+        options["vllm_devices"] = config.serving.devices_of(index)
     if "vllm_urls" in options:
         urls = options.pop("vllm_urls")
-        options["url"] = urls[index % len(urls)]
+        options["url"] = urls[index]
     return options
+
+
+def rollout_workers(config: OrchestratorConfig) -> int:
+    """How many rollout workers there are: for servers that run already, one for each."""
+    return len(config.serving.vllm_urls) or config.runtime.num_rollout_workers
 
 
 def sampling_params(config: OrchestratorConfig) -> SamplingParams:

@@ -64,6 +64,9 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
     """Checkpoints keep the samplers' weights where they are older than the actor's, which takes a file of them."""
     runtime = config.runtime
     config.serving.options_of(runtime.engine)
+    adapter = config.model.use_lora and runtime.engine != "transformers" and config.serving.lora_sync == "adapter"
+    if adapter and runtime.weight_sync_method == "delta":
+        raise ConfigError("weight_sync_method: delta sends all weights; use lora_sync: merged, or reload")
     if runtime.sync_weights_every == 1:
         return
     if runtime.weight_sync_method in ("delta", "checkpoint"):
@@ -71,7 +74,7 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
             f"sync_weights_every: above 1 it needs weight_sync_method reload or volume, found "
             f"{runtime.weight_sync_method}"
         )
-    if config.model.use_lora and runtime.engine != "transformers" and config.serving.lora_sync == "adapter":
+    if adapter:
         raise ConfigError("sync_weights_every: above 1 it needs lora_sync: merged, so that a resumed run can go on")
 
 

@@ -66,7 +66,7 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build_model(tmp_path_factory.mktemp("models") / "untied", tied=False, chat=False))
 
 
-VLLM_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+VLLM_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 """vLLM's attention on CPU wants heads of 32."""
 
 

@@ -11,7 +11,7 @@ from mrl.errors import ConfigError
 
 _LOCAL = (
     *("vllm_python", "tensor_parallel_size", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager"),
-    *("vllm_max_num_seqs", "vllm_args", "vllm_start_timeout"),
+    *("vllm_devices", "vllm_max_num_seqs", "vllm_args", "vllm_start_timeout"),
 )
 _REMOTE = ("vllm_urls", "vllm_api_key_env", "vllm_model_name")
 
@@ -23,6 +23,9 @@ class ServingConfig(Section):
     """Python interpreter of another environment that has vLLM, e.g. `/envs/vllm/bin/python`; None = this one."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Devices each engine splits the model over."""
+    vllm_devices: list[int] = Field(default_factory=list)
+    """Numbers of the GPUs for the engines, `tensor_parallel_size` for each in turn, so that they do not share the
+    actor's; empty = the first ones."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Fraction of a GPU's memory an engine may take, weights included; None = vLLM's own."""
     vllm_kv_cache_gb: float | None = Field(None, gt=0)
@@ -44,6 +47,17 @@ class ServingConfig(Section):
     lora_sync: Literal["adapter", "merged"] = "adapter"
     """With `use_lora`, what vLLM gets: the `adapter` alone (small; vLLM applies it beside the base weights), or all
     weights with it `merged` in (slower to send, faster to generate with)."""
+
+    def devices_of(self, index: int) -> list[int]:
+        """The GPUs of engine `index`. Raises ConfigError when there are not enough."""
+        size = self.tensor_parallel_size
+        own = self.vllm_devices[index * size : (index + 1) * size]
+        if self.vllm_devices and len(own) < size:
+            raise ConfigError(
+                f"vllm_devices: {len(self.vllm_devices)} GPUs are not enough for engine {index}: num_rollout_workers x "
+                f"tensor_parallel_size ({size}) are needed"
+            )
+        return own
 
     def options_of(self, engine: str) -> dict[str, Any]:
         """What the engine's `create` takes. Raises ConfigError for options that it has no use for."""

@@ -54,6 +54,7 @@ class VLLMEngine:
         *,
         vllm_python: str | None = None,
         tensor_parallel_size: int = 1,
+        vllm_devices: list[int] | None = None,
         gpu_memory_utilization: float | None = None,
         vllm_kv_cache_gb: float | None = None,
         vllm_enforce_eager: bool | None = None,
@@ -65,7 +66,7 @@ class VLLMEngine:
     ) -> Self:
         """Start vLLM with the configured model, as version 0. Raises ModelError, EngineError.
 
-        The options are those of `mrl.config.EngineConfig`.
+        The options are those of `mrl.config.ServingConfig`.
         """
         if module is not None:
             raise EngineError("vLLM runs in a process of its own and cannot share a module; sync weights by reload")
@@ -91,7 +92,7 @@ class VLLMEngine:
             "seed": 0,
             **(vllm_args or {}),
         }
-        device = config.device.partition(":")[2]
+        device = ",".join(map(str, vllm_devices or [])) or config.device.partition(":")[2]
         start = {
             "settings": settings,
             "python": vllm_python,

@@ -310,6 +310,35 @@ def test_when_its_owner_is_killed_vllm_ends(vllm_model: str, tmp_path: Path) -> 
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def test_several_devices_and_another_environment(vllm_model: str, tmp_path: Path) -> None:
+    """Two processes for one model, in an environment that has vLLM and no mrl."""
+    other = tmp_path / "other"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(other)], check=True)
+    (site,) = (other / "lib").glob("python*/site-packages")
+    (site / "packages.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+    python = str(other / "bin" / "python")
+    seen = subprocess.run(
+        [python, "-c", "import vllm.version, mrl"], capture_output=True, text=True, cwd="/", env={"PATH": "/bin"}
+    )
+    assert "No module named 'mrl'" in seen.stderr
+    engine = VLLMEngine.create(config(vllm_model), vllm_python=python, tensor_parallel_size=2)
+    try:
+        assert Path(f"/proc/{engine.pid}/cmdline").read_bytes().startswith(python.encode())
+        scorer = TransformersEngine.create(config(vllm_model))
+        model = scorer._lm.module  # type: ignore[union-attr]
+        for version in (0, 1):
+            worst = asyncio.run(gap(engine, scorer, SamplingParams(temperature=0.9, max_tokens=20)))
+            assert worst < 1e-4, f"before update {version}"
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(torch.randn_like(p) * 0.02)
+            ref = publish(dict(model.state_dict()), tmp_path / "weights", version + 1)
+            engine.load_weights(ref)
+            assert engine.held() == ref.checksum
+    finally:
+        engine.close()
+
+
 def test_what_cannot_start_says_why(vllm_model: str, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="vllm_python: /nowhere/python does not start"):
         VLLMEngine.create(config(vllm_model), vllm_python="/nowhere/python")
