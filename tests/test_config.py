@@ -158,3 +158,47 @@ def test_unreadable_recipes_name_the_file(tmp_path: Path, text: str, message: st
 def test_a_recipe_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
         load_yaml("nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size has an effect only with engine: vllm"),
+        ({"engine": "vllm", "vllm_urls": ["http://a"]}, "vllm_urls has an effect only with engine: vllm-remote"),
+        ({"engine": "vllm-remote"}, "needs vllm_urls"),
+        ({"engine": "vllm", "vllm_devices": [1], "tensor_parallel_size": 2}, "1 GPUs are not enough for engine 0"),
+        ({"delta_full_every": 3}, "delta_full_every has an effect only with weight_sync_method: delta"),
+        ({"weight_sync_method": "direct", "weight_sync_dir": "x"}, "weight_sync_dir has an effect only with"),
+    ],
+)
+def test_engine_and_sync_options_that_do_nothing_are_refused(options: dict[str, object], message: str) -> None:
+    from mrl.orchestrator import engine_options
+
+    with pytest.raises(ConfigError, match=message):
+        engine_options(OrchestratorConfig.from_flat(**options), 0)
+
+
+def test_each_engine_gets_its_own_devices_or_server() -> None:
+    from mrl.orchestrator import engine_options, rollout_workers
+
+    own = OrchestratorConfig.from_flat(engine="vllm", tensor_parallel_size=2, vllm_devices=[4, 5, 6, 7])
+    assert [engine_options(own, i)["vllm_devices"] for i in range(2)] == [[4, 5], [6, 7]]
+    remote = OrchestratorConfig.from_flat(engine="vllm-remote", vllm_urls=["a", "b", "c"], num_rollout_workers=1)
+    assert rollout_workers(remote) == 3
+    assert [engine_options(remote, i)["url"] for i in range(3)] == ["a", "b", "c"]
+    assert engine_options(OrchestratorConfig(), 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_sync_method": "delta"}, "needs weight_sync_method reload or volume, found delta"),
+        ({"engine": "vllm", "use_lora": True}, "needs lora_sync: merged"),
+    ],
+)
+def test_stale_samplers_need_a_file_of_their_weights(options: dict[str, object], message: str) -> None:
+    from mrl.preflight import prepare
+
+    config = OrchestratorConfig.from_flat(model="starter", dataset_name="tiny-code", sync_weights_every=2, **options)
+    with pytest.raises(ConfigError, match=message):
+        prepare(config)

