@@ -10,6 +10,7 @@ import pytest
 
 from mrl.backends import Resources
 from mrl.backends.inline import InlineBackend, InlineHandle
+from mrl.engines.vllm import VLLMEngine
 from mrl.sync import SYNC_METHODS
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
 from mrl.workers.actor import ActorWorker
@@ -27,9 +28,17 @@ KINDS: dict[str, dict[str, object]] = {
     "bfloat16": {"model": "vllm_model", "dtype": "bfloat16"},
 }
 METHODS = ("reload", "direct", "volume", "delta", "delta-direct", "delta-volume")
+ANEW = ("full-tied", "lora-merged")
+CASES = [
+    (kind, method)
+    for kind in KINDS
+    for method in (*METHODS, *(["checkpoint"] if kind in ANEW else []))
+    if not (kind == "lora-adapter" and "delta" in method)
+]
+"""Differences are of all tensors: with an adapter alone they are refused before a run starts."""
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, object], RolloutWorker]]:
     """One running engine for all methods; what they send differs, so each has to replace what the last one left."""
     model = request.getfixturevalue(str(KINDS[request.param]["model"]))
@@ -90,28 +99,17 @@ async def train_and_sync(name: str, settings: dict[str, object], worker: Rollout
     return [report.bytes for report in reports]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("served", "method"), CASES, indirect=["served"])
 async def test_after_a_sync_the_logprobs_are_the_actors(
     method: str, served: tuple[str, dict[str, object], RolloutWorker], tmp_path: Path
 ) -> None:
     kind, settings, worker = served
-    if kind == "lora-adapter" and method.startswith("delta"):
-        return  # refused before a run starts: differences are of all tensors
+    assert isinstance(worker.engine, VLLMEngine)
+    before = worker.engine.pid
     sizes = await train_and_sync(method, settings, worker, tmp_path)
-    if kind == "lora-adapter" and not method.startswith("delta"):
-        model_bytes = (Path(str(settings["model"])) / "model.safetensors").stat().st_size
+    assert (worker.engine.pid != before) == (method == "checkpoint"), "only then is the engine made anew"
+    model_bytes = (Path(str(settings["model"])) / "model.safetensors").stat().st_size
+    if kind == "lora-adapter":
         assert max(sizes) < model_bytes / 2, "only the adapter travels"
     if kind == "bfloat16":
-        model_bytes = (Path(str(settings["model"])) / "model.safetensors").stat().st_size
         assert max(sizes) < model_bytes * 0.6, "in the dtype that is served"
-
-
-async def test_checkpoint_makes_the_engine_anew(
-    served: tuple[str, dict[str, object], RolloutWorker], tmp_path: Path
-) -> None:
-    kind, settings, worker = served
-    if kind not in ("full-tied", "lora-merged"):
-        return  # the folder and the new engine are the same for all of them
-    before = worker.engine.pid  # type: ignore[union-attr]
-    await train_and_sync("checkpoint", settings, worker, tmp_path)
-    assert worker.engine.pid != before  # type: ignore[union-attr]
