@@ -24,6 +24,7 @@ EVAL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_samples": None, "max_tok
 POLICY_OPTIONS = [
     *("revision", "trust_remote_code", "dtype", "device", "max_model_len", "prompt_format", "system_prompt"),
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "engine"),
+    *("vllm_python", "vllm_urls", "vllm_model_name", "tensor_parallel_size", "gpu_memory_utilization"),
 ]
 EVAL_OPTIONS = [
     *("dataset_name", "dataset_config", "dataset_split", "prompt_column", "rename", "max_samples"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 from typing import Any
 
@@ -282,7 +283,8 @@ async def serve(socket: str) -> None:
                 continue
             running[message["id"]] = asyncio.create_task(answer(message))
     except (asyncio.IncompleteReadError, ConnectionError):
-        pass
+        # The owner is gone, perhaps killed: the folder it made for us is ours to remove.
+        shutil.rmtree(os.path.dirname(socket), ignore_errors=True)
     finally:
         host.llm.shutdown(timeout=5)
 
