@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict
 
 import tyro
+import yaml
 
 from mrl.config import OrchestratorConfig, flat_fields, load_yaml
+from mrl.config.recipe import yaml_numbers
 from mrl.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -20,8 +22,15 @@ FLAG_TYPES: dict[str, Any] = {
     "reward_funcs": list[str],
     "eval_dataset": str,
     "rename": list[str],
+    "sandbox_options": list[str],
 }
-FLAG_HELP = {"rename": "Columns to rename, each as `old=new`; reward functions see the new names."}
+FLAG_HELP = {
+    "rename": "Columns to rename, each as `old=new`; reward functions see the new names.",
+    "sandbox_options": "Arguments of the sandbox, each as `key=value` (values as in YAML), or all as one JSON object, "
+    "e.g. `slots=4 modules=[numpy]`; docs/sandbox.md lists them.",
+}
+OBJECTS = {"sandbox_options": "slots=4 modules=[numpy]"}
+"""Options that are dicts, with an example."""
 ALIASES = {"dataset_name": ["--dataset"], "dataset_split": ["--split"]}
 
 
@@ -47,6 +56,9 @@ def parse(
     given: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv))
     if "rename" in given:
         given["rename"] = dict(_pair(text) for text in given["rename"])
+    for name, example in OBJECTS.items():
+        if name in given:
+            given[name] = _object(name, given[name], example)
     return given
 
 
@@ -113,3 +125,22 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not old or not new:
         raise ConfigError(f"rename: {text!r} is not of the form old=new, e.g. --rename question=prompt")
     return old, new
+
+
+def _object(name: str, texts: list[str], example: str) -> dict[str, Any]:
+    """`key=value` pairs with values as in YAML, or one JSON object (which is YAML too). Raises ConfigError."""
+    hint = f"e.g. --{name.replace('_', '-')} {example}, or one JSON object"
+    pairs: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        try:
+            if text.lstrip().startswith("{"):
+                found = yaml.safe_load(text)
+                pairs |= {str(key): yaml_numbers(inner) for key, inner in found.items()}
+                continue
+            if not equals or not key.isidentifier():
+                raise ConfigError(f"{name}: {text!r} is not of the form key=value; {hint}")
+            pairs[key] = yaml_numbers(yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise ConfigError(f"{name}: {text!r} cannot be read; {hint}") from None
+    return pairs

@@ -15,6 +15,7 @@ Versions = Mapping[str, str | None]
 CORE = ("torch", "transformers", "peft", "safetensors", "datasets", "pydantic", "tyro", "rich")
 
 OPTIONAL = {
+    "modal": "sandbox",
     "wandb": "tracker",
     "trackio": "tracker",
     "tensorboard": "tracker",

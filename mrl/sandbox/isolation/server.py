@@ -35,9 +35,9 @@ _sqlite3 _statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs
 concurrent.futures.thread configparser contextvars ctypes difflib dis doctest email encodings.idna encodings.latin_1
 fileinput fnmatch getopt getpass gettext glob graphlib gzip hmac html html.parser imaplib importlib importlib.util
 ipaddress locale logging lzma marshal mimetypes opcode optparse pathlib pickle pickletools platform plistlib posixpath
-pprint profile pstats sched shelve shlex sqlite3 string stringprep subprocess symtable sysconfig tarfile timeit token tokenize
-tomllib trace unittest unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.ElementTree
-zipfile zoneinfo
+pprint profile pstats sched shelve shlex sqlite3 stringprep subprocess symtable sysconfig tarfile timeit token
+tokenize tomllib trace unittest unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom
+xml.etree.ElementTree zipfile zoneinfo
 """
 RARE = _RARE.split()
 """What else they import where nothing can be opened any more: in layer C, and below a root's private folders."""
