@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict
@@ -51,9 +52,18 @@ def parse(
     """
     fields = flat_fields()
     wanted = [name for name in (fields if options is None else options) if name not in PYTHON_ONLY]
-    hints = {**(extra or {}), **{name: _annotation(name, fields[name][1], defaults or {}) for name in wanted}}
-    flags = TypedDict("flags", hints, total=False)  # type: ignore[misc]
-    given: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv))
+    sections: dict[str, dict[str, Any]] = {}
+    for name in wanted:
+        section, field = fields[name]
+        sections.setdefault(section, {})[name] = _annotation(name, field, defaults or {})
+    # Under names no argument has: `mrl eval` takes a `model`, and there is a section of that name.
+    groups = {f"options of {section}": _group(section, hints) for section, hints in sections.items()}
+    flags = TypedDict("flags", {**(extra or {}), **groups}, total=False)  # type: ignore[misc]
+    config = (tyro.conf.OmitArgPrefixes,)
+    parsed: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv, config=config))
+    given: dict[str, Any] = {name: value for name, value in parsed.items() if name not in groups}
+    for section in groups:
+        given.update(parsed.get(section, {}))
     if "rename" in given:
         given["rename"] = dict(_pair(text) for text in given["rename"])
     for name, example in OBJECTS.items():
@@ -105,6 +115,13 @@ def argument(
     markers = [tyro.conf.Positional] if positional else []
     marked = Annotated[(kind, *markers, tyro.conf.arg(help=description, help_behavior_hint=hint, aliases=aliases))]
     return Required[marked] if required else marked
+
+
+def _group(section: str, hints: dict[str, Any]) -> Any:
+    """The flags of one section of the config, under its name and first sentence in the help."""
+    text = inspect.getdoc(OrchestratorConfig.model_fields[section].annotation) or ""
+    flags = TypedDict(section, hints, total=False)  # type: ignore[misc]
+    return Annotated[flags, tyro.conf.arg(name=section, help=text.split("\n\n")[0])]
 
 
 def _annotation(name: str, field: Any, defaults: dict[str, Any]) -> Any:
