@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
+from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_decode import Limits, decode
 from mrl.engines.transformers_model import CausalLM
 from mrl.engines.transformers_score import score
@@ -60,7 +61,7 @@ class TransformersEngine:
         if max_model_len < 2:
             raise EngineError(f"max_model_len={max_model_len} leaves no room for a prompt and a completion token")
         self.version = version
-        self._tokenizer = tokenizer
+        self._stop_strings = StopStrings(tokenizer)
         self._max_model_len = max_model_len
         self._autocast_dtype = autocast_dtype
         self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype)
@@ -100,16 +101,19 @@ class TransformersEngine:
         def run(lm: CausalLM) -> list[Completion]:
             for request in requests:
                 _check_request(request, self._max_model_len, lm.vocab_size)
+            completions: dict[int, Completion] = {}
             with lm.inference():
-                return decode(
+                decode(
                     lm,
                     requests,
                     limits=self._limits,
                     eos_ids=self._eos_ids,
-                    tokenizer=self._tokenizer,
+                    stop_strings=self._stop_strings,
                     version=self.version,
                     stopping=stopping,
+                    on_completion=completions.__setitem__,
                 )
+            return [completions[index] for index in range(len(requests))]
 
         self._stoppings.add(stopping)
         try:

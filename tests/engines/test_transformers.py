@@ -23,7 +23,7 @@ from transformers import (
 
 from mrl.engines import transformers_decode, transformers_score
 from mrl.engines.transformers import TransformersEngine
-from mrl.engines.transformers_decode import Limits, plan_waves
+from mrl.engines.transformers_decode import Limits
 from mrl.errors import EngineError, SyncError
 from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence, WeightRef
 
