@@ -41,7 +41,9 @@ class TransformersEngine:
     tokenizer: for stop strings and its end-of-sequence id; `None` if neither is needed.
     max_model_len: tokens of prompt and completion together; a completion that reaches it ends with reason "length".
     max_batch_tokens: rows x longest possible length decoded together. Default: what a quarter of the machine's memory
-        (half of the GPU's) holds of this model's keys and values, at most 2**20. It does not change what is sampled.
+        (half of the GPU's) holds of this model's keys and values, at most 2**20.
+    max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
+        GPU) words. Neither bound changes what is sampled.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
     version: the policy version the model holds now.
 
@@ -55,6 +57,7 @@ class TransformersEngine:
         *,
         max_model_len: int,
         max_batch_tokens: int | None = None,
+        max_rows: int | None = None,
         autocast_dtype: torch.dtype | None = None,
         version: int = 0,
     ) -> None:
@@ -65,7 +68,7 @@ class TransformersEngine:
         self._max_model_len = max_model_len
         self._autocast_dtype = autocast_dtype
         self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype)
-        self._limits = _limits(self._lm, max_model_len, max_batch_tokens)
+        self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         # A single thread of its own: calls queue up in order and cannot use up the event loop's shared threads, and
         # torch keeps one set of OpenMP threads instead of one per calling thread.
@@ -203,10 +206,12 @@ class TransformersEngine:
         return await asyncio.wrap_future(future)
 
 
-def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None) -> Limits:
-    """Derived from total and not from free memory, so that the same machine cuts the same waves in every run."""
+def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None, max_rows: int | None) -> Limits:
+    """Derived from total and not from free memory, so that the same machine batches alike in every run."""
     if max_batch_tokens is not None and max_batch_tokens < max_model_len:
         raise EngineError(f"max_batch_tokens={max_batch_tokens} is less than max_model_len={max_model_len}")
+    if max_rows is not None and max_rows < 1:
+        raise EngineError(f"max_rows={max_rows}: at least one completion has to be decoded at a time")
     on_gpu = lm.device.type == "cuda"
     if on_gpu:
         memory = torch.cuda.get_device_properties(lm.device).total_memory // 2
@@ -216,7 +221,7 @@ def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None) -> L
     return Limits(
         max_model_len=max_model_len,
         max_batch_tokens=max_batch_tokens or default,
-        max_rows=max(1, (1 << 29 if on_gpu else 1 << 27) // lm.vocab_size),
+        max_rows=max_rows or max(1, (1 << 29 if on_gpu else 1 << 27) // lm.vocab_size),
         prefill_tokens=max(max_model_len, 1 << 15 if on_gpu else 1 << 13),
     )
 
