@@ -79,13 +79,17 @@ CASES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(SHAPES), help="one of the models")
-    parser.add_argument("--repeats", type=int, help="runs of each side (default: 7 for the small model, 3 for the large)")
+    parser.add_argument(
+        "--repeats", type=int, help="runs of each side (default: 7 for the small model, 3 for the large)"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {options.threads} thread(s)"
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, {where}")
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, {where}"
+    )
     print(f"{ROWS} rows at once, {GENERATIONS} generations per prompt\n")
     print("| model | case | tokens | mrl, tokens/s | `generate`, tokens/s | ratio |")
     print("|---|---|---:|---:|---:|---:|")
@@ -108,7 +112,9 @@ def report(case: Case, repeats: int, device: str) -> None:
             tokens.append(count)
     a, b = statistics.median(ours), statistics.median(theirs)
     size = f"{model.num_parameters() / 1e6:.1f} M, {model.config.vocab_size:,} words"
-    print(f"| {size} | {case.name} | {statistics.median(tokens):,.0f} | {a:,.0f} | {b:,.0f} | {a / b:.2f} |", flush=True)
+    print(
+        f"| {size} | {case.name} | {statistics.median(tokens):,.0f} | {a:,.0f} | {b:,.0f} | {a / b:.2f} |", flush=True
+    )
 
 
 def build(shape: Qwen2Config, mean_tokens: int | None) -> PreTrainedModel:

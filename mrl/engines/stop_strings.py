@@ -69,14 +69,16 @@ class StopStrings:
         return hit_B
 
     def _can_complete(self, token: int, stops: tuple[str, ...]) -> bool:
-        """Whether one of `stops` can end inside the token's text. True where that text says too little: bytes of a
-        character, or a string that ends in white space, which some tokenizers put between tokens."""
+        """Whether one of `stops` can end inside the token's text. True where that text says too little: bytes of
+        characters, or a string that ends in white space, which some tokenizers put between tokens."""
         text = self._decode([*self._anchor, token])
         if not text.startswith(self._anchor_text):
             return True
         text = text[len(self._anchor_text) :]
-        if not text or "\ufffd" in text:
+        if not text:
             return True
+        if "\ufffd" in text:  # it holds a part of a character
+            return any(stop[-1] in text or not stop[-1].isascii() for stop in stops)
         return any(
             stop[-1].isspace() or stop in text or any(stop.endswith(text[:n]) for n in range(1, len(text) + 1))
             for stop in stops

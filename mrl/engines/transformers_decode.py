@@ -28,7 +28,7 @@ from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_model import CausalLM
 from mrl.engines.transformers_prefill import Prefilled, Prefiller, TokenIds
 from mrl.errors import EngineError
-from mrl.types import Completion, GenerateRequest
+from mrl.types import Completion, FinishReason, GenerateRequest
 
 COMPACT_SHARE = 0.25
 """Finished rows are dropped when they are this share of the batch: copying the cache must pay."""
@@ -127,7 +127,9 @@ class _Batch:
         self.lm, self.limits, self.device, self.version = lm, limits, lm.device, version
         self.eos_ids, self.stop_strings, self.on_completion = eos_ids, stop_strings, on_completion
         self.queue = queue_of(requests, limits.max_model_len)
-        self.prefiller = Prefiller(lm, list(dict.fromkeys(j.request.prompt_ids for j in self.queue)), limits.prefill_tokens)
+        self.prefiller = Prefiller(
+            lm, list(dict.fromkeys(j.request.prompt_ids for j in self.queue)), limits.prefill_tokens
+        )
         self.held: Prefilled | None = None
         """A prompt of which some requests still wait."""
         self.rows: list[_Row | None] = []
@@ -138,8 +140,16 @@ class _Batch:
         self.steps_per_check = 1 if stop_strings.any else STEPS_PER_CHECK.get(self.device.type, 4)
 
         self.cache: Cache
+        self.columns = 0
+        """Of the cache that are in use; the rows end at the last one."""
+        self.padded = False
+        """Whether some row begins after the first one."""
         self.logits_BV: Tensor
         self.token_B: Tensor
+        self.done_B: Tensor
+        self.stopped_B: Tensor
+        self.bad_B: Tensor
+        self.length_B: Tensor
         self.ids_BT = torch.zeros(0, 1, dtype=torch.int64, device=self.device)
         self.logprobs_BT = torch.zeros(0, 1, dtype=torch.float32, device=self.device)
 
@@ -308,7 +318,7 @@ class _Batch:
                     f"logits for request {request.id!r} are not finite: the policy's weights are NaN or overflow; "
                     "look at the last updates (learning rate, gradient norm, dtype) and load a good checkpoint"
                 )
-            reason = "stop" if stopped[n] else "length"
+            reason: FinishReason = "stop" if stopped[n] else "length"
             completion = Completion(request.id, ids[n][:end], logprobs[n][:end], reason, self.version)
             self.on_completion(row.job.index, completion)
             self.rows[slot] = None
@@ -326,7 +336,11 @@ class _Batch:
         kept_B = torch.tensor(kept, device=self.device)
         self.rows = [self.rows[slot] for slot in kept]
         select_rows(self.cache, kept_B)
-        self.ids_BT, self.logprobs_BT, self.token_B = self.ids_BT[kept_B], self.logprobs_BT[kept_B], self.token_B[kept_B]
+        self.ids_BT, self.logprobs_BT, self.token_B = (
+            self.ids_BT[kept_B],
+            self.logprobs_BT[kept_B],
+            self.token_B[kept_B],
+        )
         self.refresh()
 
     def refresh(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from typing import cast
 
 import torch
@@ -50,7 +50,10 @@ class Prefiller:
         self.prefix: TokenIds = ()
         self.prefix_cache: GrowingCache | None = None
         if lm.replaces_rows and len(prompts) > 1:
-            shared = min(len(commonprefix([min(prompts), max(prompts)])), min(map(len, prompts)) - 1)
+            # The first and the last in order differ where any two do; at least one token is left to each prompt.
+            pairs = zip(min(prompts), max(prompts), strict=False)
+            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            shared = min(alike, min(map(len, prompts)) - 1)
             if shared * (len(prompts) - 1) >= MIN_SAVED_TOKENS:
                 self.prefix = prompts[0][:shared]
 

@@ -74,7 +74,9 @@ def _walk(lm: CausalLM) -> list[tuple[int, int, Tensor]]:
     short, long, third = _LENGTHS
     cache, pairs = cast(GrowingCache, lm.new_cache()), []
 
-    def run(tokens_BT: list[list[int]], real_BL: list[list[int]] | None, first_B: list[int], into: GrowingCache) -> Tensor:
+    def run(
+        tokens_BT: list[list[int]], real_BL: list[list[int]] | None, first_B: list[int], into: GrowingCache
+    ) -> Tensor:
         tokens = torch.tensor(tokens_BT, device=lm.device)
         positions = torch.tensor(first_B, device=lm.device)[:, None] + torch.arange(tokens.shape[1], device=lm.device)
         real = None if real_BL is None else torch.tensor(real_BL, dtype=torch.bool, device=lm.device)

@@ -48,7 +48,12 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
     "gemma2, softcap": (
         CACHE,
         lambda: tf.Gemma2Config(
-            **SHAPE, head_dim=8, query_pre_attn_scalar=8, attn_implementation="eager", attn_logit_softcapping=2.0, **MIXED
+            **SHAPE,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            attn_implementation="eager",
+            attn_logit_softcapping=2.0,
+            **MIXED,
         ),
     ),
     "gemma3": (OWN, lambda: tf.Gemma3TextConfig(**SHAPE, head_dim=8, query_pre_attn_scalar=8, **MIXED)),
@@ -110,7 +115,9 @@ def requests() -> list[GenerateRequest]:
 def reference(model: PreTrainedModel, request: GenerateRequest) -> list[int]:
     ids = torch.tensor([request.prompt_ids])
     new = request.sampling.max_tokens
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0
+    )
     return output[0, ids.shape[1] :].tolist()
 
 

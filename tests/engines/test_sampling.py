@@ -165,7 +165,9 @@ def test_logits_that_are_not_finite_are_reported_for_their_row(poison):
         usable = sample(logits, RowParams.build([params] * 3, [1, 2, 3], CPU), torch.zeros(3, dtype=torch.int64))[2]
         assert usable.tolist() == [True, False, True]
     logits[1, 17] = -float("inf")  # a model may rule out a token itself
-    assert sample(logits, RowParams.build([SamplingParams()] * 3, [1, 2, 3], CPU), torch.zeros(3, dtype=torch.int64))[2].all()
+    assert sample(logits, RowParams.build([SamplingParams()] * 3, [1, 2, 3], CPU), torch.zeros(3, dtype=torch.int64))[
+        2
+    ].all()
 
 
 def test_slices_of_rows_give_the_same_tokens(monkeypatch):

@@ -128,8 +128,8 @@ def test_logprobs_are_those_of_a_fresh_forward(model):
     scored = asyncio.run(engine.logprobs(sequences))
     for sequence, completion, score in zip(sequences, completions, scored, strict=True):
         expected = fresh_logprobs(model, sequence)
-        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-        assert score == pytest.approx(expected, abs=1e-4)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+        assert score == pytest.approx(expected, abs=1e-5)
 
 
 def test_scoring_in_pieces_gives_the_same_logprobs(model, monkeypatch):
