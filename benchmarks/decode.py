@@ -3,8 +3,8 @@
     python benchmarks/decode.py                         # some four minutes on two cores
     python benchmarks/decode.py --only 1M --repeats 9   # the small model alone
 
-Both sample at temperature 1 over the whole vocabulary, stop at the same ids and lengths, and take turns; the engine also
-returns the logprob of every token, which `generate` is not asked for. A ratio is that of the medians.
+Both sample at temperature 1 over the whole vocabulary, stop at the same ids and lengths, and take turns; the engine
+also returns the logprob of every token, which `generate` is not asked for. A ratio is that of the medians.
 
 The models have random weights. One column of the embedding is the same for every word but the end-of-sequence token's,
 which makes that token as likely at every place as the wanted mean length asks for: lengths then have the long tail of
@@ -87,9 +87,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {options.threads} thread(s)"
-    print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, {where}"
-    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{versions}, {where}")
     print(f"{ROWS} rows at once, {GENERATIONS} generations per prompt\n")
     print("| model | case | tokens | mrl, tokens/s | `generate`, tokens/s | ratio |")
     print("|---|---|---:|---:|---:|---:|")

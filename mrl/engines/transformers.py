@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
+from mrl.engines.decode_queue import Limits
 from mrl.engines.stop_strings import StopStrings
-from mrl.engines.transformers_decode import Limits, decode
+from mrl.engines.transformers_decode import decode
 from mrl.engines.transformers_model import CausalLM
 from mrl.engines.transformers_score import score
 from mrl.engines.transformers_weights import load_directory

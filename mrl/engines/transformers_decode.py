@@ -14,7 +14,6 @@ be measured on such a device.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from mrl.engines.decode_queue import Job, Limits, first_that_fit, queue_of
 from mrl.engines.kv_cache import GrowingCache, select_rows
 from mrl.engines.sampling import RowParams, sample
 from mrl.engines.stop_strings import StopStrings
@@ -44,38 +44,10 @@ FIRST_ROOM = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on what is in memory at once."""
-
-    max_model_len: int
-    """Prompt and completion tokens of one request."""
-    max_batch_tokens: int
-    """Rows x longest possible length of those that decode together."""
-    max_rows: int
-    """Rows that decode together; each has logits over the whole vocabulary."""
-    prefill_tokens: int
-    """Prompts x longest prompt of one prefill forward."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A request with its place in the caller's list and the tokens it may sample."""
-
-    index: int
-    request: GenerateRequest
-    max_new: int
-
-    @property
-    def reach(self) -> int:
-        """Tokens it may come to, with its prompt."""
-        return len(self.request.prompt_ids) + self.max_new
-
-
-@dataclass(frozen=True, slots=True)
 class _Row:
     """A job in the batch since the loop's step number `born`."""
 
-    job: _Job
+    job: Job
     born: int
 
     @property
@@ -102,15 +74,6 @@ def decode(
     _Batch(lm, requests, limits, eos_ids, stop_strings, version, on_completion).run(stopping)
 
 
-def queue_of(requests: Sequence[GenerateRequest], max_model_len: int) -> deque[_Job]:
-    """Jobs with equal prompts adjacent, longest prompts first: a later prompt then fits into columns that are there."""
-    groups: dict[TokenIds, list[_Job]] = {}
-    for index, request in enumerate(requests):
-        max_new = min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
-        groups.setdefault(request.prompt_ids, []).append(_Job(index, request, max_new))
-    return deque(job for prompt in sorted(groups, key=len, reverse=True) for job in groups[prompt])
-
-
 class _Batch:
     """The rows that decode together. B rows, of which some may have ended and wait to be replaced or dropped."""
 
@@ -133,6 +96,9 @@ class _Batch:
         self.held: Prefilled | None = None
         """A prompt of which some requests still wait."""
         self.rows: list[_Row | None] = []
+        """None = it ended and its completion was handed over."""
+        self.running = 0
+        """Rows that are not None."""
         self.clock = 0
         self.freed = True
         """Whether rows ended since requests were last let in."""
@@ -160,39 +126,34 @@ class _Batch:
                 raise EngineError("generation was abandoned: its caller was cancelled, or the engine closed")
             if self.queue and self.freed:
                 self.admit()
-            if not self.live:
+            if not self.running:
                 return
             self.take_token()
             if (self.clock + 1) % self.steps_per_check == 0:
                 self.collect()
                 self.drop_finished()
-            if self.live:
+            if self.running:
                 self.forward()
-
-    @property
-    def live(self) -> list[_Row]:
-        """Rows that have not ended."""
-        return [row for row in self.rows if row is not None]
 
     # --- letting requests in ----------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """Begin as many waiting requests as there is room for, if they are enough to pay for a prefill."""
-        live = self.live
-        if live and not self.lm.replaces_rows:
+        if self.running and not self.lm.replaces_rows:
             return
         self.freed = False
-        jobs = self.next_jobs(live)
-        if len(jobs) < min(REFILL_SHARE * len(live), len(self.queue)) or not jobs:
+        jobs = self.next_jobs()
+        if len(jobs) < min(REFILL_SHARE * self.running, len(self.queue)) or not jobs:
             return
         for _ in jobs:
             self.queue.popleft()
-        if not live:
+        if not self.running:
             self.rows = []
         free = [slot for slot, row in enumerate(self.rows) if row is None]
         slots = [*free[: len(jobs)], *range(len(self.rows), len(self.rows) + len(jobs) - len(free))]
-        fresh, total = not live, max(len(self.rows), slots[-1] + 1)
+        fresh, total = not self.running, max(len(self.rows), slots[-1] + 1)
         self.rows += [None] * (total - len(self.rows))
+        self.running += len(jobs)
         self.make_room(total, max(job.max_new for job in jobs))
 
         slots_of: dict[TokenIds, list[int]] = {}
@@ -204,21 +165,10 @@ class _Batch:
             fresh = False
         self.refresh()
 
-    def next_jobs(self, live: list[_Row]) -> list[_Job]:
-        """The first of the queue, as many as fit beside the live rows."""
-        jobs: list[_Job] = []
-        reach = max((row.job.reach for row in live), default=0)
-        prompts, longest = set(), len(self.queue[0].request.prompt_ids)
-        for job in self.queue:
-            rows, reach = len(live) + len(jobs) + 1, max(reach, job.reach)
-            prompts.add(job.request.prompt_ids)
-            too_large = rows > self.limits.max_rows or rows * reach > self.limits.max_batch_tokens
-            if not self.lm.replaces_rows:  # their caches cannot be merged: one forward for all prompts
-                too_large |= len(prompts) * longest > self.limits.prefill_tokens
-            if too_large and rows > 1:
-                break
-            jobs.append(job)
-        return jobs
+    def next_jobs(self) -> list[Job]:
+        """The first of the queue, as many as fit beside the running rows."""
+        running = [row.job for row in self.rows if row is not None]
+        return first_that_fit(self.queue, running, self.limits, one_prefill=not self.lm.replaces_rows)
 
     def prefill(self, prompts: list[TokenIds]) -> list[Prefilled]:
         """Parts that hold these prompts; keeps the last prompt if requests for it still wait."""
@@ -302,7 +252,7 @@ class _Batch:
 
         Raises EngineError when the logits behind a sampled token were not finite.
         """
-        if int(self.done_B.sum()) == self.rows.count(None):
+        if int(self.done_B.sum()) == len(self.rows) - self.running:
             return
         slots = [slot for slot, done in enumerate(self.done_B.tolist()) if done and self.rows[slot] is not None]
         index_N = torch.tensor(slots, device=self.device)
@@ -322,15 +272,16 @@ class _Batch:
             completion = Completion(request.id, ids[n][:end], logprobs[n][:end], reason, self.version)
             self.on_completion(row.job.index, completion)
             self.rows[slot] = None
+        self.running -= len(slots)
         self.freed = True
         self.measure()
 
     def drop_finished(self) -> None:
         """Take ended rows out of the batch if they are many and nothing will take their places."""
-        ended, live = self.rows.count(None), self.live
-        if not ended or not live or ended < COMPACT_SHARE * len(self.rows):
+        ended = len(self.rows) - self.running
+        if not ended or not self.running or ended < COMPACT_SHARE * len(self.rows):
             return
-        if self.queue and self.lm.replaces_rows and self.next_jobs(live):
+        if self.queue and self.lm.replaces_rows and self.next_jobs():
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
         kept_B = torch.tensor(kept, device=self.device)
@@ -361,7 +312,7 @@ class _Batch:
 
     def measure(self) -> None:
         """How many columns of the cache are in use, and whether some row has padding in them."""
-        lengths = {row.offset + self.clock for row in self.live}
+        lengths = {row.offset + self.clock for row in self.rows if row is not None}
         if not lengths:
             return
         if isinstance(self.cache, GrowingCache):

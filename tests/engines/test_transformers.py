@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from mrl.engines import transformers_decode, transformers_score
+from mrl.engines.decode_queue import Limits
 from mrl.engines.transformers import TransformersEngine
-from mrl.engines.transformers_decode import Limits
 from mrl.engines.transformers_model import CausalLM
 from mrl.errors import EngineError, SyncError
 from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence, WeightRef
