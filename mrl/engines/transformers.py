@@ -89,6 +89,7 @@ class TransformersEngine:
             model,
             load_tokenizer(config),
             max_model_len=context_length(model.config, config.max_model_len),
+            max_rows=config.max_decode_rows,
             autocast_dtype=autocast_dtype(config, device),
         )
 

@@ -72,7 +72,7 @@ class CausalLM:
             with torch.no_grad(), autocast, attention:
                 yield
         except torch.OutOfMemoryError as e:
-            raise EngineError(f"out of memory; lower max_batch_tokens, max_model_len or max_tokens ({e})") from e
+            raise EngineError(f"out of memory; lower max_decode_rows, max_model_len or max_tokens ({e})") from e
         finally:
             for m in training:
                 m.training = True

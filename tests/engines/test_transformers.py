@@ -21,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from mrl.config import ModelConfig
 from mrl.engines import transformers_decode, transformers_score
 from mrl.engines.decode_queue import Limits
 from mrl.engines.transformers import TransformersEngine
@@ -275,10 +276,11 @@ def test_finished_rows_leave_the_batch(engine, qwen):
     assert rows == [8, 6, 6, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "mistral"])
-def test_looking_less_often_for_finished_rows_changes_nothing(architecture, monkeypatch):
+@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize("architecture", ["gpt2", "mistral", "lfm2"])
+def test_looking_less_often_for_finished_rows_changes_nothing(architecture, rows, monkeypatch):
     model = build(architecture)
-    engine = TransformersEngine(model, None, max_model_len=128)
+    engine = TransformersEngine(model, None, max_model_len=128, max_rows=rows)
     sampling = SamplingParams(max_tokens=125, stop_token_ids=(1, 2, 3, 4))
     requests = requests_for(prompts_of([4, 120]), sampling, copies=6)  # finished long rows run past their last position
     expected = generate(engine, requests)
@@ -547,3 +549,10 @@ async def test_closing_ends_a_running_call(qwen):
     await asyncio.to_thread(engine.close)
     with pytest.raises(EngineError, match="closed"):
         await task
+
+
+def test_rows_come_from_the_configuration(tiny_model):
+    engine = TransformersEngine.create(ModelConfig(model=tiny_model, max_model_len=32, max_decode_rows=3))
+    with InputShapes(engine._lm.inner) as shapes:
+        generate(engine, requests_for(prompts_of([4]), SamplingParams(max_tokens=3), copies=7))
+    assert max(rows for rows, _ in shapes.seen) == 3
