@@ -14,7 +14,7 @@ be measured on such a device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,7 +148,7 @@ class _Batch:
         for _ in jobs:
             self.queue.popleft()
         if not self.running:
-            self.rows = []
+            self.rows, self.cache = [], self.lm.new_cache()  # before the prefill, which needs memory too
         free = [slot for slot, row in enumerate(self.rows) if row is None]
         slots = [*free[: len(jobs)], *range(len(self.rows), len(self.rows) + len(jobs) - len(free))]
         fresh, total = not self.running, max(len(self.rows), slots[-1] + 1)
@@ -170,15 +170,18 @@ class _Batch:
         running = [row.job for row in self.rows if row is not None]
         return first_that_fit(self.queue, running, self.limits, one_prefill=not self.lm.replaces_rows)
 
-    def prefill(self, prompts: list[TokenIds]) -> list[Prefilled]:
-        """Parts that hold these prompts; keeps the last prompt if requests for it still wait."""
-        parts = [] if self.held is None else [self.held]
-        if prompts[len(parts) :]:  # what is held is the first of the queue
-            parts += self.prefiller.run(prompts[len(parts) :])
-        last = parts[-1]
-        waits = self.queue and self.queue[0].request.prompt_ids == last.prompts[-1] and self.lm.replaces_rows
-        self.held = last.only(len(last.prompts) - 1) if waits else None
-        return parts
+    def prefill(self, prompts: list[TokenIds]) -> Iterator[Prefilled]:
+        """Parts that hold these prompts, one in memory at a time; keeps the last one if requests for it wait."""
+        part, rest = self.held, prompts
+        if part is not None:  # of the first in the queue
+            yield part
+            rest = prompts[1:]
+        if rest:
+            for part in self.prefiller.run(rest):
+                yield part
+        assert part is not None
+        waits = self.queue and self.queue[0].request.prompt_ids == part.prompts[-1] and self.lm.replaces_rows
+        self.held = part.only(len(part.prompts) - 1) if waits else None
 
     def place(self, part: Prefilled, slots_P: list[list[int]], total: int, *, fresh: bool) -> None:
         """Put each of the part's prompts into its slots; the first ones of a batch make its tensors."""
@@ -187,8 +190,6 @@ class _Batch:
         slots_N = torch.tensor([slot for slots in slots_P for slot in slots], device=self.device)
         length = max(map(len, part.prompts))
         if isinstance(part.cache, GrowingCache):
-            if fresh:
-                self.cache = part.cache.empty()
             assert isinstance(self.cache, GrowingCache)
             self.cache.put(slots_N, total, part.cache, index_N, length, room=min(self.ids_BT.shape[1], FIRST_ROOM))
         else:
