@@ -38,9 +38,7 @@ class Rows:
         longest = int((self.prompt_lengths_B + self.completion_lengths_B)[index_B].max())
         completion = int(self.completion_lengths_B[index_B].max())
         cut = {
-            name: value[index_B]
-            if value.dim() == 1
-            else value[index_B, : longest if name == "ids_BL" else completion]
+            name: value[index_B] if value.dim() == 1 else value[index_B, : longest if name == "ids_BL" else completion]
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
