@@ -43,8 +43,8 @@ def main() -> None:
         print(json.dumps(run(options.child, options)))
         return
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("trl", "torch"))
-    print(f"{versions}; {options.threads} CPU threads, {options.dtype}; {options.tokens} tokens, {options.words} words, "
-          f"hidden {options.hidden}\n")  # fmt: skip
+    sizes = f"{options.tokens} tokens, {options.words} words, hidden {options.hidden}"
+    print(f"{versions}; {options.threads} CPU threads, {options.dtype}; {sizes}\n")
     print("| way | seconds | extra memory, GB | time against full logits | memory against full logits |")
     print("|---|---|---|---|---|", flush=True)
     full = None

@@ -1,7 +1,7 @@
 """A training step side by side with TRL's `GRPOTrainer`: time, tokens per second, memory.
 
-    python benchmarks/vs_trl.py                   # a 1 M-parameter model, and one with 151,936 words (a quarter of an hour)
-    python benchmarks/vs_trl.py --quick           # the small model only, a minute
+    python benchmarks/vs_trl.py              # a 1 M-parameter model, and one with 151,936 words: half an hour
+    python benchmarks/vs_trl.py --quick      # the small model only, minutes
 
 8 prompts × 8 generations on random weights, everything on the CPU in float32: (a) completions end by themselves, with a
 long tail of lengths, (b) all have the same length. Both sides do the same work: the same model, prompts, reward, loss,
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +89,15 @@ def compare(folder: Path, model: str, lengths: str, options: argparse.Namespace)
 
 def measure(spec: dict[str, Any], threads: int) -> dict[str, float]:
     """Run one side in a process of its own."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, "--child", json.dumps(spec)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{spec['side']} failed:\n{done.stderr[-3000:]}")
     calls = json.loads(done.stdout.splitlines()[-1])
     calls = calls[1:]  # the first step's time is that of warming up
-    seconds = [later["time"] - earlier["time"] for earlier, later in zip(calls, calls[1:], strict=False)]
-    tokens = [(later["tokens"] + earlier["tokens"]) / 2 for earlier, later in zip(calls, calls[1:], strict=False)]
+    seconds = [later["time"] - earlier["time"] for earlier, later in pairwise(calls)]
+    tokens = [(later["tokens"] + earlier["tokens"]) / 2 for earlier, later in pairwise(calls)]
     return {
         "step": statistics.median(seconds),
         "rate": statistics.median(t / s for t, s in zip(tokens, seconds, strict=True)),
@@ -109,7 +105,7 @@ def measure(spec: dict[str, Any], threads: int) -> dict[str, float]:
     }
 
 
-# --- in the child's process ---------------------------------------------------------------------------------------------
+# --- in the child process ---------------------------------------------------------------------------------------------
 
 
 class Reward:
