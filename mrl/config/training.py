@@ -39,10 +39,11 @@ class TrainingConfig(Section):
     num_iterations: int = Field(1, ge=1)
     """Optimizer steps on the same rollouts (μ in GRPO); clipping starts to matter at 2."""
     gradient_accumulation_steps: int = Field(1, ge=1)
-    """Split each step's samples into this many micro-batches, to save memory; the update is the same for any number."""
+    """Above 1: split each step's samples into this many micro-batches instead of by `max_tokens_per_micro_batch`. The
+    update is the same for any number."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Instead of `gradient_accumulation_steps`: as many micro-batches as keep each to this many tokens (a longer sample
-    is one by itself). Bounds the memory of a step whatever the lengths; the update is the same for any number."""
+    """Split each step's samples into micro-batches of at most so many tokens (a longer sample is one by itself), which
+    bounds memory whatever the lengths; None = 2,048 on CPUs, 16,384 on GPUs. The update is the same for any number."""
     packing: bool = True
     """Where the model allows it (it is tried at the start): train on rows without padding, and on the prompt of a group
     once. The same numbers in less time; false = padded rows."""

@@ -31,7 +31,7 @@ from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
 from mrl.workers.forward import Forward, evaluating
 from mrl.workers.lora import add_lora, merged_state_dict
-from mrl.workers.micro_batches import by_count, by_tokens
+from mrl.workers.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
 from mrl.workers.optimizer import make_optimizer, make_scheduler
 from mrl.workers.rows import Rows, make_rows
 from mrl.workers.snapshot import fits_in_memory_twice, load_snapshot, take_snapshot
@@ -135,8 +135,10 @@ class ActorWorker:
         """Logprobs of the samples' tokens under the policy before training, for `Sample.reference_logprobs`; 0 where
         the policy did not sample. May run while the samples are being scored."""
         logprobs: list[list[float]] = [[] for _ in samples]
+        if not samples:
+            return logprobs
         rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
-        for index in self._micro_batches(samples) if samples else []:
+        for index in self._micro_batches(samples):
             for row, values in zip(index, self._reference_logprobs(rows.take(index)).tolist(), strict=True):
                 logprobs[row] = values[: len(samples[row].completion_ids)]
         return logprobs
@@ -293,10 +295,11 @@ class ActorWorker:
             return self._logprobs(self.model, rows)
 
     def _micro_batches(self, samples: list[Sample]) -> list[list[int]]:
-        most = self.config.max_tokens_per_micro_batch
-        if most is not None:
-            return by_tokens(samples, most, shared_prompts=self.forward.packs)
-        return by_count(samples, self.config.gradient_accumulation_steps)
+        if self.config.gradient_accumulation_steps > 1:
+            return by_count(samples, self.config.gradient_accumulation_steps)
+        default = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
+        most = self.config.max_tokens_per_micro_batch or default
+        return by_tokens(samples, most, shared_prompts=self.forward.packs)
 
 
 def _loss_settings(config: TrainingConfig) -> LossSettings:
