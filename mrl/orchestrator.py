@@ -23,7 +23,7 @@ from mrl.backends import BACKENDS, Resources, WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
 from mrl.errors import CheckpointError, ConfigError, StoreError
-from mrl.experience import check_failures, make_batch, rollout_metrics
+from mrl.experience import check_failures, make_batch, reference_samples, rollout_metrics
 from mrl.models import pin_model
 from mrl.preflight import check_disk, prepare, reward_worker_args, total_steps
 from mrl.resume import (
@@ -44,7 +44,7 @@ from mrl.sync import SYNC_METHODS
 from mrl.sync.base import confirm
 from mrl.tracking import RunInfo, TrackerSet
 from mrl.tracking.base import Status
-from mrl.types import Group, SamplingParams, WeightRef, derive_seed
+from mrl.types import Group, Sample, SamplingParams, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 
 INTERRUPTED_TWICE = 130
@@ -162,8 +162,7 @@ class Orchestrator:
             )
         metrics: dict[str, float] = {"rollout/epoch": epoch}
         try:
-            with self._timed("reward"):
-                metrics |= await score_groups(self.rewards, groups, self._trainer_state(epoch))
+            metrics |= await self._score(groups, epoch)
             metrics |= rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
             metrics |= await self._train(groups)
@@ -176,6 +175,27 @@ class Orchestrator:
         self.trackers.log(self.step, metrics)
         self._show_completions(groups)
         return metrics
+
+    async def _score(self, groups: list[Group], epoch: float) -> dict[str, float]:
+        """Rewards; meanwhile, where there is a KL term, the actor asks its reference model about the same samples."""
+        samples = reference_samples(groups, self.config)
+        reference = asyncio.ensure_future(self._add_reference_logprobs(samples)) if samples else None
+        try:
+            with self._timed("reward"):
+                metrics = await score_groups(self.rewards, groups, self._trainer_state(epoch))
+        except BaseException:
+            if reference is not None:
+                reference.cancel()
+            raise
+        if reference is not None:
+            await reference
+        return metrics
+
+    async def _add_reference_logprobs(self, samples: list[Sample]) -> None:
+        with self._timed("reference"):
+            found = await self.actor.call("reference_logprobs", samples, self.config.generation.temperature)
+        for sample, logprobs in zip(samples, found, strict=True):
+            sample.reference_logprobs = logprobs
 
     async def _train(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
@@ -345,6 +365,7 @@ class Orchestrator:
         return store
 
     def _announce(self, facts: dict[str, Any]) -> None:
+        notices = facts.pop("notices")
         shown = {
             "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
             "on": facts["device"],
@@ -362,7 +383,7 @@ class Orchestrator:
         )
         self.trackers.start(info)
         self.store.event("start", "workers are up", total_steps=self.total_steps, **facts)
-        for notice in self.prepared.notices:
+        for notice in [*self.prepared.notices, *notices]:
             self._note(notice)
         if self.resume:
             for problem in self.point.problems if self.point else []:

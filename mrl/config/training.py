@@ -39,9 +39,22 @@ class TrainingConfig(Section):
     num_iterations: int = Field(1, ge=1)
     """Optimizer steps on the same rollouts (μ in GRPO); clipping starts to matter at 2."""
     gradient_accumulation_steps: int = Field(1, ge=1)
-    """Split each step's samples into this many micro-batches, to save memory; the update is the same for any number."""
+    """Above 1: split each step's samples into this many micro-batches instead of by `max_tokens_per_micro_batch`. The
+    update is the same for any number."""
+    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Split each step's samples into micro-batches of at most so many tokens (a longer sample is one by itself), which
+    bounds memory whatever the lengths; None = 2,048 on CPUs, 16,384 on GPUs. The update is the same for any number."""
+    packing: bool = True
+    """Where the model allows it (it is tried at the start): train on rows without padding, and on the prompt of a group
+    once. The same numbers in less time; false = padded rows."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    torch_compile: bool = False
+    """Compile the model's layers with `torch.compile` for training: a minute at the start, faster steps on GPUs. Where
+    compiling fails the run says so and goes on without."""
+    offload_optimizer: bool = False
+    """Keep AdamW's state, and do its arithmetic, in host memory: 8 bytes per trained parameter less on the GPU, for a
+    slower update."""
     loss_type: str = "dapo"
     """grpo, dapo, dr_grpo, bnpo, cispo or sapo; docs/algorithms.md says when to use which."""
     epsilon: float = Field(0.2, gt=0)
@@ -98,6 +111,12 @@ class TrainingConfig(Section):
         if value not in LOSSES.names():
             raise ValueError(f"use one of {', '.join(LOSSES.names())}")
         return value
+
+    @model_validator(mode="after")
+    def _one_way_to_cut(self) -> Self:
+        if self.max_tokens_per_micro_batch is not None:
+            refuse_changed(self, ("gradient_accumulation_steps",), "max_tokens_per_micro_batch left out")
+        return self
 
     @model_validator(mode="after")
     def _options_of_other_losses(self) -> Self:
