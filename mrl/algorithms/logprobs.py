@@ -33,10 +33,13 @@ def token_logprobs(
         return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, dtype, chunk)
 
 
-def logprobs_from_logits(logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The same from logits that exist already; the logprobs' gradient flows into them."""
+def logprobs_from_logits(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same from logits that exist already; the logprobs' gradient flows into them, and with `entropy_grad` the
+    entropy's."""
     log_p_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(dim=-1)
     return log_p_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N
 

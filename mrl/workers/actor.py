@@ -18,17 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms import LOSSES
-from mrl.algorithms.base import LossSettings, LossTerms, token_weights
-from mrl.algorithms.kl import kl_k3
+from mrl.algorithms.kl import estimate_kl
 from mrl.algorithms.logprobs import logprobs_from_logits, token_logprobs
-from mrl.algorithms.mismatch import importance_weights
-from mrl.config import ModelConfig, TrainingConfig
+from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
 from mrl.errors import TrainingError
 from mrl.models import autocast_dtype, load_model, load_tokenizer
 from mrl.store.checkpoints import STATE, write_checkpoint
-from mrl.types import TrainBatch, WeightRef, derive_seed
+from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.lora import add_lora, merged_state_dict
+from mrl.workers.objective import Objective, kl_estimator
 from mrl.workers.rows import Rows, make_rows
 from mrl.workers.snapshot import fits_in_memory_twice, load_snapshot, take_snapshot
 from mrl.workers.step_metrics import StepMetrics
@@ -45,9 +43,17 @@ class ActorWorker:
     `total_steps` shapes the learning-rate schedule.
     """
 
-    def __init__(self, model: dict[str, Any], training: dict[str, Any], total_steps: int) -> None:
+    def __init__(
+        self,
+        model: dict[str, Any],
+        training: dict[str, Any],
+        total_steps: int,
+        algorithm: dict[str, Any] | None = None,
+    ) -> None:
         self.model_config = ModelConfig(**model)
         self.config = TrainingConfig(**training)
+        self.algorithm = AlgorithmConfig(**(algorithm or {}))
+        self.objective = Objective(self.algorithm, self.config.num_iterations)
         self.total_steps = total_steps
         self.step = 0
         self.skipped_in_a_row = 0
@@ -70,7 +76,7 @@ class ActorWorker:
         self.reference = None
         if self.model_config.use_lora:
             self.model = add_lora(self.model, self.model_config)
-        elif config.beta > 0:
+        elif self.algorithm.beta > 0:
             self.reference = copy.deepcopy(self.model).requires_grad_(False).eval()
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -79,8 +85,6 @@ class ActorWorker:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self._make_optimizer()
         self.scheduler = self._make_scheduler()
-        self.loss = LOSSES.get(config.loss_type)
-        self.settings = _loss_settings(config)
         self.chunked_head = self._chunked_head_agrees()
         self.dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
         return {
@@ -101,21 +105,25 @@ class ActorWorker:
         if not batch.samples:
             return self._pass_over()
         rows = make_rows(batch, self.device)
-        rows.weights_BT = token_weights(
-            rows.mask_BT,
-            self.loss.normalization,
-            max_completion_length=self.config.max_completion_length,
-            num_sequences=batch.num_sequences,
-            num_tokens=batch.num_tokens,
-        )
-        if self.config.num_iterations > 1 or self.dropout:
-            rows.old_logprobs_BT = self._logprobs(self.model, rows)
-        if self.config.beta > 0:
+        entropy_BT = None
+        if self.config.num_iterations > 1 or self.dropout or self.objective.needs_entropies:
+            rows.old_logprobs_BT, entropy_BT = self._logprobs(self.model, rows)
+        if self.objective.kl_in_loss:
             rows.ref_logprobs_BT = self._reference_logprobs(rows)
+        self.objective.prepare(rows, batch, entropy_BT)
         metrics = StepMetrics()
         for _ in range(self.config.num_iterations):
             self._update(rows, metrics)
         return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
+
+    def reference_kl(self, samples: list[Sample], temperature: float) -> list[float]:
+        """KL to the reference model of each sample, in nats: the sum of the estimates at its sampled tokens."""
+        if not samples:
+            return []
+        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), len(samples), 0, temperature), self.device)
+        logprobs_BT, _ = self._logprobs(self.model, rows)
+        kl_BT = estimate_kl(logprobs_BT, self._reference_logprobs(rows), kl_estimator(self.algorithm))
+        return torch.where(rows.mask_BT > 0, kl_BT, 0.0).sum(dim=1, dtype=torch.float64).tolist()
 
     def get_weights(self) -> dict[str, Tensor]:
         """The policy's tensors under their Hugging Face names, adapters merged; detached, not copied where possible."""
@@ -175,7 +183,7 @@ class ActorWorker:
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         for part in rows.split(self.config.gradient_accumulation_steps):
-            part_loss = self._part_loss(part, metrics)
+            part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
             part_loss.backward()
             loss += part_loss.item()
         if self.keep_gradient_norms:
@@ -203,39 +211,6 @@ class ActorWorker:
             warnings.simplefilter("ignore")  # torch warns when the first update was skipped
             self.scheduler.step()
 
-    def _part_loss(self, part: Rows, metrics: StepMetrics) -> Tensor:
-        """This micro-batch's share of the batch's loss."""
-        logprobs_BT, entropy_BT = self._forward(self.model, part)
-        detached_BT = logprobs_BT.detach()
-        trainer_BT = detached_BT if part.old_logprobs_BT is None else part.old_logprobs_BT
-        # One update per batch: the old policy is this one, and the ratio is 1 even where dropout is drawn anew.
-        old_BT = detached_BT if self.config.num_iterations == 1 else trainer_BT
-        policy = self.loss.per_token(LossTerms(logprobs_BT, old_BT, part.advantages_BT, part.mask_BT), self.settings)
-        correction_BT = importance_weights(
-            trainer_BT,
-            part.sampler_logprobs_BT,
-            part.mask_BT,
-            self.config.importance_sampling,
-            self.config.importance_sampling_cap,
-        )
-        loss_BT = policy.loss_BT * correction_BT
-        kl_BT = None
-        if part.ref_logprobs_BT is not None:
-            kl_BT = kl_k3(logprobs_BT, part.ref_logprobs_BT)
-            loss_BT = loss_BT + self.config.beta * kl_BT
-        metrics.tokens(
-            part.mask_BT,
-            entropy=entropy_BT,
-            ratio=policy.ratio_BT,
-            clipped_low_fraction=policy.clipped_low_BT,
-            clipped_high_fraction=policy.clipped_high_BT,
-            importance_weight=correction_BT,
-            logprob_gap=(trainer_BT - part.sampler_logprobs_BT).abs(),
-            **({} if kl_BT is None else {"kl": kl_BT.detach()}),
-        )
-        # Multiplying by the weights is not enough: 0 x inf is NaN, and padding may hold anything.
-        return torch.where(part.weights_BT > 0, loss_BT, 0.0).mul(part.weights_BT).sum()
-
     def _watch_for_divergence(self, finite: bool, loss: float, grad_norm: float) -> None:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -254,7 +229,7 @@ class ActorWorker:
         targets_N = rows.completion_BT[row_N, slot_N]
         causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         with self._autocast():
-            if self.chunked_head:
+            if self.chunked_head and not self.objective.entropy_grad:
                 hidden_BLH = causal_lm.get_decoder()(input_ids=rows.ids_BL, use_cache=False).last_hidden_state
                 hidden_NH, head = hidden_BLH[row_N, source_N], causal_lm.get_output_embeddings()
                 logprobs_N, entropy_N = token_logprobs(
@@ -262,24 +237,29 @@ class ActorWorker:
                 )
             else:
                 logits_NV = causal_lm(input_ids=rows.ids_BL, use_cache=False).logits[row_N, source_N]
-                logprobs_N, entropy_N = logprobs_from_logits(logits_NV, targets_N, rows.temperature)
+                logprobs_N, entropy_N = logprobs_from_logits(
+                    logits_NV, targets_N, rows.temperature, entropy_grad=self.objective.entropy_grad
+                )
         empty_BT = torch.zeros(rows.mask_BT.shape, device=self.device)
         return empty_BT.index_put((row_N, slot_N), logprobs_N), empty_BT.index_put((row_N, slot_N), entropy_N)
 
     @torch.no_grad()
-    def _logprobs(self, model: Any, rows: Rows) -> Tensor:
+    def _logprobs(self, model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Of the whole batch, without a gradient: logprobs and entropies, B×T each."""
         model.eval()
         parts = rows.split(self.config.gradient_accumulation_steps)
         logprobs_BT = torch.zeros(rows.mask_BT.shape, device=self.device)
+        entropy_BT = torch.zeros_like(logprobs_BT)
         for part in parts:
-            logprobs_BT[part.index_B, : part.mask_BT.shape[1]] = self._forward(model, part)[0]
-        return logprobs_BT
+            place = (part.index_B, slice(part.mask_BT.shape[1]))
+            logprobs_BT[place], entropy_BT[place] = self._forward(model, part)
+        return logprobs_BT, entropy_BT
 
     def _reference_logprobs(self, rows: Rows) -> Tensor:
         if self.reference is not None:
-            return self._logprobs(self.reference, rows)
+            return self._logprobs(self.reference, rows)[0]
         with self.model.disable_adapter():  # type: ignore[operator]
-            return self._logprobs(self.model, rows)
+            return self._logprobs(self.model, rows)[0]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast_dtype is None:
@@ -329,13 +309,3 @@ class ActorWorker:
             num_warmup_steps=self.config.warmup_steps * self.config.num_iterations,
             num_training_steps=self.total_steps * self.config.num_iterations,
         )
-
-
-def _loss_settings(config: TrainingConfig) -> LossSettings:
-    default_high = 5.0 if config.loss_type == "cispo" else config.epsilon
-    return LossSettings(
-        epsilon_low=config.epsilon,
-        epsilon_high=config.epsilon_high if config.epsilon_high is not None else default_high,
-        sapo_temperature_pos=config.sapo_temperature_pos,
-        sapo_temperature_neg=config.sapo_temperature_neg,
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.types import TrainBatch
+from mrl.types import Sample, TrainBatch
 
 
 @dataclass
@@ -30,6 +30,9 @@ class Rows:
     weights_BT: Tensor
     old_logprobs_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
+    kept_BT: Tensor | None = None
+    """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
+    entropy_weights_BT: Tensor | None = None
 
     def split(self, parts: int) -> Iterator[Rows]:
         """Micro-batches of about equal row counts, sorted by length so that little is padded."""
@@ -67,8 +70,14 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
         completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
         mask_BT=mask_BT,
         valid_BT=table([[1] * len(s.completion_ids) for s in samples], completion, torch.bool),
-        advantages_BT=torch.tensor(batch.advantages, dtype=torch.float32, device=device)[:, None].expand_as(mask_BT),
+        advantages_BT=table(
+            [_by_token(a, s) for a, s in zip(batch.advantages, samples, strict=True)], completion, torch.float32
+        ),
         sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
         temperature=batch.temperature,
         weights_BT=torch.empty_like(mask_BT),
     )
+
+
+def _by_token(advantage: float | list[float], sample: Sample) -> list[float]:
+    return advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)

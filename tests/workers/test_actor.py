@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.algorithms.base import LossSettings, LossTerms, token_weights
 from mrl.algorithms.grpo import GRPO
+from mrl.config import AlgorithmConfig
 from mrl.errors import CheckpointError, ConfigError, SyncError, TrainingError
 from mrl.types import Sample, TrainBatch
 from mrl.workers.actor import ActorWorker
@@ -19,11 +20,12 @@ from mrl.workers.actor import ActorWorker
 LR = 1e-3
 
 
-def make_actor(model: str, *, lora: bool = False, dropout: float = 0.0, **training: object) -> ActorWorker:
+def make_actor(model: str, *, lora: bool = False, dropout: float = 0.0, **options: object) -> ActorWorker:
     settings = {"model": model, "device": "cpu"}
     if lora:
         settings |= {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": dropout}
-    actor = ActorWorker(settings, {"learning_rate": LR, **training}, total_steps=10)
+    algorithm = {name: options.pop(name) for name in list(options) if name in AlgorithmConfig.model_fields}
+    actor = ActorWorker(settings, {"learning_rate": LR, **options}, total_steps=10, algorithm=algorithm)
     actor.initialize()
     return actor
 
