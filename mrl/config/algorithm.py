@@ -129,7 +129,7 @@ class AlgorithmConfig(Section):
                         f"{self.loss_type}, which takes {' or '.join(loss.levels)}"
                     )
             elif name not in loss.options:
-                refuse_changed(self, (name,), f"a loss_type that reads it ({_readers(LOSSES, name)})")
+                refuse_changed(self, (name,), _readers(LOSSES, name))
         if "epsilon" in loss.options and self.epsilon >= 1:
             raise ConfigError(f"epsilon: {self.epsilon} lets the ratio fall to 0; use a value below 1, e.g. 0.2")
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -148,7 +148,7 @@ class AlgorithmConfig(Section):
         advantage = ADVANTAGES.get(self.advantage_type)
         for name in changed:
             if name not in advantage.options:
-                refuse_changed(self, (name,), f"an advantage_type that reads it ({_readers(ADVANTAGES, name)})")
+                refuse_changed(self, (name,), _readers(ADVANTAGES, name))
         if shapes and not advantage.takes_negative:
             raise ConfigError(
                 f"{shapes[0]} makes rewards negative, which advantage_type {self.advantage_type} does not take: leave "
@@ -219,4 +219,9 @@ def _known(registry: Registry[Any], name: str) -> str:
 
 
 def _readers(registry: Registry[Any], option: str) -> str:
-    return ", ".join(name for name in registry.names() if option in registry.get(name).options)
+    """What has to be chosen for `option` to have an effect."""
+    names = [name for name in registry.names() if option in registry.get(name).options]
+    if len(names) == 1:
+        return f"{registry.option}: {names[0]}"
+    kind = "a clipped" if option in ("epsilon", "delta") else "another"
+    return f"{kind} {registry.option} ({', '.join(names)})"
