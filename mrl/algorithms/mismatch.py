@@ -40,7 +40,7 @@ def importance_weights(
         log_weights_BT = log_weights_BT.sum(dim=1, keepdim=True).expand_as(log_weights_BT)
     weights_BT = torch.exp(log_weights_BT)
     if correction.endswith("truncated"):
-        weights_BT = weights_BT.clamp(min=floor, max=cap)
+        weights_BT = weights_BT.clamp(min=floor or 0.0, max=cap)
     else:
         outside_BT = torch.zeros_like(inside_BT)
         if cap is not None:

@@ -7,8 +7,8 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
+from functools import cache, partial
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,11 +79,16 @@ def tensors(seed: int) -> dict[str, Tensor]:
     }
 
 
-def correction_of_trl(config: AlgorithmConfig, data: dict[str, Tensor]) -> Tensor:
-    """TRL's own lines for it, taken out of the method that also samples."""
+@cache
+def trl_lines() -> CodeType:
     source = inspect.getsource(trl.GRPOTrainer._generate_and_score_completions)
     start = source.index("            if self.use_vllm and self.vllm_importance_sampling_correction:")
     end = source.index("            # Compute the per-token log probabilities for the reference model")
+    return compile(textwrap.dedent(source[start:end]), "trl", "exec")
+
+
+def correction_of_trl(config: AlgorithmConfig, data: dict[str, Tensor]) -> Tensor:
+    """TRL's own lines for it, taken out of the method that also samples."""
     modes = {
         "truncated": "token_truncate",
         "masked": "token_mask",
@@ -105,7 +110,7 @@ def correction_of_trl(config: AlgorithmConfig, data: dict[str, Tensor]) -> Tenso
         "old_per_token_logps": data["old"],
         "sampling_per_token_logps": data["sampler"],
     }
-    exec(textwrap.dedent(source[start:end]), names)
+    exec(trl_lines(), names)
     ratio: Tensor = names["vllm_importance_sampling_ratio"]
     return ratio
 

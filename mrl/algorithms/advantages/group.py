@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mrl.algorithms.advantages.base import (
@@ -35,17 +36,20 @@ def group_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> Tenso
             f"rewards and groups must be two lists of one length, got {rewards_B.shape} and {groups_B.shape}"
         )
     check_finite(rewards_B)
-    if rewards_B.numel() == 0:
-        return rewards_B.clone()
+    means_B, divisors_B = baseline_and_divisor(rewards_B, groups_B, scale)
+    return (rewards_B - means_B) / divisors_B
+
+
+def baseline_and_divisor(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+    """What `group_advantages` subtracts from each reward, and what it divides by; B each."""
     means_B, counts_B = group_means(rewards_B, groups_B)
-    centred_B = rewards_B - means_B
-    if scale == "none":
-        return centred_B
+    if scale == "none" or rewards_B.numel() == 0:
+        return means_B, torch.ones_like(means_B)
     if scale == "batch":
-        return centred_B / (standard_deviation(rewards_B) + EPSILON)
-    mean_squares_B, _ = group_means(centred_B**2, groups_B)
+        return means_B, (standard_deviation(rewards_B) + EPSILON).expand_as(means_B)
+    mean_squares_B, _ = group_means((rewards_B - means_B) ** 2, groups_B)
     std_B = (mean_squares_B * counts_B / (counts_B - 1).clamp(min=1)).sqrt()
-    return centred_B / (std_B + EPSILON)
+    return means_B, std_B + EPSILON
 
 
 def zero_variance_fraction(rewards_B: Tensor, groups_B: Tensor) -> float:

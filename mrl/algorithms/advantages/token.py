@@ -6,33 +6,42 @@ A turn's reward is earned at its last token (as in PPO for language models, arXi
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from mrl.algorithms.advantages.base import Advantage, AdvantageInputs, AdvantageSettings
-from mrl.algorithms.advantages.group import group_advantages
+from mrl.algorithms.advantages.base import Advantage, AdvantageInputs, AdvantageSettings, check_finite
+from mrl.algorithms.advantages.group import baseline_and_divisor
 from mrl.algorithms.turns import returns_to_go
 
 
 def token(inputs: AdvantageInputs, settings: AdvantageSettings) -> list[Tensor]:
-    """G_t = Σ_{u ≥ t} γ^(u-t) r_u over sampled tokens, relative to all tokens of the group's turns k, scaled as GRPO's.
+    """G_t = Σ_{u ≥ t} γ^(u-t) r_u over sampled tokens, relative to the same turn of the group's other rollouts.
 
-    A token counts once, so long turns weigh more in the mean that is subtracted.
+    A rollout's turn enters that comparison with the mean over its tokens, so that long turns weigh no more than short
+    ones and, with γ = 1, every token has what `turn` gives.
     """
-    returns, places, counts = [], [], []
-    for rewards, lengths in zip(inputs.turn_rewards, inputs.turn_lengths, strict=True):
-        earned: list[float] = []
-        for place, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
-            earned += [0.0] * (length - 1) + [reward]
-            places += [place] * length
-        returns += returns_to_go(earned, settings.discount)
-        counts.append(len(earned))
-    if not places:
-        return [torch.zeros(0, dtype=torch.float64) for _ in counts]
-    groups_N = inputs.groups_B.repeat_interleave(torch.tensor(counts, dtype=torch.long))
-    items_N = groups_N * (max(places) + 1) + torch.tensor(places, dtype=torch.long)
-    returns_N = torch.tensor(returns, dtype=torch.float64)
-    return list(group_advantages(returns_N, items_N, settings.scale).split(counts))
+    returns = [
+        _token_returns(*row, settings.discount) for row in zip(inputs.turn_rewards, inputs.turn_lengths, strict=True)
+    ]
+    turns = [part for own, lengths in zip(returns, inputs.turn_lengths, strict=True) for part in own.split(lengths)]
+    counts = torch.tensor([len(lengths) for lengths in inputs.turn_lengths], dtype=torch.long)
+    if not turns:
+        return returns
+    places_N = torch.cat([torch.arange(count) for count in counts.tolist()])
+    items_N = inputs.groups_B.repeat_interleave(counts) * (int(counts.max()) + 1) + places_N
+    means_N = torch.stack([part.mean() for part in turns])
+    check_finite(means_N)
+    baselines_N, divisors_N = baseline_and_divisor(means_N, items_N, settings.scale)
+    relative = [(part - b) / d for part, b, d in zip(turns, baselines_N, divisors_N, strict=True)]
+    ends = [0, *counts.cumsum(0).tolist()]
+    return [torch.cat([*relative[start:end], means_N[:0]]) for start, end in pairwise(ends)]
+
+
+def _token_returns(rewards: list[float], lengths: list[int], discount: float) -> Tensor:
+    earned = [value for r, n in zip(rewards, lengths, strict=True) for value in [0.0] * (n - 1) + [r]]
+    return torch.tensor(returns_to_go(earned, discount), dtype=torch.float64)
 
 
 TOKEN = Advantage(token, reads="steps", options=("scale_rewards", "discount"))
