@@ -191,9 +191,9 @@ class Orchestrator:
             )
 
     async def _score(self, groups: list[Group], epoch: float) -> dict[str, float]:
-        """Rewards for every rollout. With dynamic sampling, `groups` grows until enough of them teach something."""
+        """Rewards for every rollout. With dynamic sampling, `groups` grows until a batch of them teaches something."""
         logged = [await self._score_some(groups, epoch)]
-        algorithm, target = self.config.algorithm, len(groups)
+        algorithm, target = self.config.algorithm, self.config.training.batch_size
         if algorithm.zero_variance_groups != "resample":
             return logged[0][1]
 
