@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,6 +225,26 @@ def test_another_package_adds_a_loss_and_an_advantage(actor: ActorWorker) -> Non
         AlgorithmConfig(loss_type="halved", epsilon_high=0.3)
     with pytest.raises(ConfigError, match="'halved' is already registered"):
         loss("halved")(halved)
+
+
+@pytest.mark.usefixtures("registries")
+def test_an_installed_package_adds_one_through_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "from mrl.algorithms import loss\n"
+        "from mrl.algorithms.base import PolicyLoss\n"
+        "@loss('theirs', normalization='max_length')\n"
+        "def theirs(terms, settings):\n"
+        "    return PolicyLoss(-terms.advantages_BT * terms.logprobs_BT)\n"
+    )
+    (tmp_path / "theirs-1.0.dist-info").mkdir()
+    (tmp_path / "theirs-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (tmp_path / "theirs-1.0.dist-info" / "entry_points.txt").write_text("[mrl.losses]\ntheirs = theirs:theirs\n")
+    with pytest.raises(ConfigError, match="use one of"):
+        AlgorithmConfig(loss_type="theirs")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert AlgorithmConfig(loss_type="theirs").loss_type == "theirs"
+    assert LOSSES.get("theirs").normalization == "max_length"
+    assert LOSSES.get("theirs") is LOSSES.get("theirs")
 
 
 def test_rewards_an_advantage_does_not_take_end_the_run_with_its_name() -> None:
