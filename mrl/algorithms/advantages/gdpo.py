@@ -1,4 +1,4 @@
-"""GDPO: each reward function is normalised by itself before they are added (arXiv 2601.05242, eq. 4-6).
+"""GDPO: each reward function is normalised by itself before they are added (arXiv 2601.05242).
 
 Added first, different combinations of rewards with one sum get one advantage, and the function with the largest spread
 drowns the others.

@@ -1,4 +1,4 @@
-"""RLOO: the mean of the others is the baseline (arXiv 2402.14740, eq. 8).
+"""RLOO: the mean of the others is the baseline (arXiv 2402.14740).
 
 Unlike the group's own mean it does not contain the rollout it is subtracted from, so the gradient is unbiased. It is
 n/(n-1) times the mean-centred reward.
