@@ -83,6 +83,16 @@ def check_steps(groups: list[Group], config: OrchestratorConfig) -> None:
             rollout.fail(f"advantage_type {config.algorithm.advantage_type}: {error}")
 
 
+def reference_samples(groups: list[Group], config: OrchestratorConfig) -> list[Sample]:
+    """The samples whose logprobs under the reference model the step may need, whatever their reward turns out to be."""
+    if config.algorithm.beta == 0:
+        return []
+    samples = [sample for group in groups for rollout in group.rollouts for sample in rollout.samples]
+    if config.algorithm.kl_in == "reward":
+        return samples
+    return [sample for sample in samples if _trainable(sample, config)]
+
+
 def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str = "reward") -> dict[str, float]:
     """Rewards by function, pass rate, groups without variance, lengths, truncation and failures of a step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]

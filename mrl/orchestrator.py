@@ -29,6 +29,7 @@ from mrl.experience import (
     check_failures,
     check_steps,
     make_batch,
+    reference_samples,
     rollout_metrics,
     shaping_metrics,
     teaching_groups,
@@ -54,7 +55,7 @@ from mrl.sync import SYNC_METHODS
 from mrl.sync.base import confirm
 from mrl.tracking import RunInfo, TrackerSet
 from mrl.tracking.base import Status
-from mrl.types import Group, SamplingParams, WeightRef, derive_seed
+from mrl.types import Group, Sample, SamplingParams, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 
 INTERRUPTED_TWICE = 130
@@ -212,10 +213,26 @@ class Orchestrator:
         return mean_of_rounds(logged) | {"rollout/resamples": float(rounds)}
 
     async def _score_some(self, groups: list[Group], epoch: float) -> tuple[int, dict[str, float]]:
-        with self._timed("reward"):
-            logged = await score_groups(self.rewards, groups, self._trainer_state(epoch))
+        """Rewards; meanwhile, where there is a KL term, the actor asks its reference model about the same samples."""
+        samples = reference_samples(groups, self.config)
+        reference = asyncio.ensure_future(self._add_reference_logprobs(samples)) if samples else None
+        try:
+            with self._timed("reward"):
+                metrics = await score_groups(self.rewards, groups, self._trainer_state(epoch))
+        except BaseException:
+            if reference is not None:
+                reference.cancel()
+            raise
+        if reference is not None:
+            await reference
         check_steps(groups, self.config)
-        return sum(len(group.rollouts) for group in groups), logged
+        return sum(len(group.rollouts) for group in groups), metrics
+
+    async def _add_reference_logprobs(self, samples: list[Sample]) -> None:
+        with self._timed("reference"):
+            found = await self.actor.call("reference_logprobs", samples, self.config.generation.temperature)
+        for sample, logprobs in zip(samples, found, strict=True):
+            sample.reference_logprobs = logprobs
 
     async def _shape(self, groups: list[Group]) -> None:
         """What is added to the rewards: for length, and the divergence from the reference model."""
@@ -408,6 +425,7 @@ class Orchestrator:
         return store
 
     def _announce(self, facts: dict[str, Any]) -> None:
+        notices = facts.pop("notices")
         shown = {
             "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
             "on": facts["device"],
@@ -425,7 +443,7 @@ class Orchestrator:
         )
         self.trackers.start(info)
         self.store.event("start", "workers are up", total_steps=self.total_steps, **facts)
-        for notice in self.prepared.notices:
+        for notice in [*self.prepared.notices, *notices]:
             self._note(notice)
         if self.resume:
             for problem in self.point.problems if self.point else []:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import CheckpointError, ConfigError
-from mrl.experience import make_batch
+from mrl.experience import make_batch, reference_samples
 from mrl.resume import is_description, stored_options
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.filters import Filter
@@ -66,10 +66,15 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
     )
     actor.initialize()
     start = _begin_from_checkpoint(run, step, actor)
+    temperature = config.generation.temperature
     metrics: dict[str, float] = {}
     for number in range(start + 1, step + 1):
         actor.keep_gradient_norms = number == step
-        metrics = actor.train_step(make_batch(_groups(run, number), config))
+        groups = _groups(run, number)
+        samples = reference_samples(groups, config)  # all at once, as the run did: the last bits depend on it
+        for sample, logprobs in zip(samples, actor.reference_logprobs(samples, temperature), strict=True):
+            sample.reference_logprobs = logprobs
+        metrics = actor.train_step(make_batch(groups, config))
     shown = [Difference(name, recorded[step][name], value) for name, value in metrics.items() if name in recorded[step]]
     norms = dict(sorted(actor.gradient_norms.items(), key=lambda item: -item[1]))
     actor.close()

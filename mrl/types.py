@@ -116,6 +116,8 @@ class Sample:
     policy_version: int | list[int]
     """Of the weights that produced it; per token when they changed midway."""
     finish_reason: FinishReason = "stop"
+    reference_logprobs: list[float] | None = field(default=None, repr=False, compare=False)
+    """Of the policy before training, where a KL term needs them and they are known already."""
 
 
 RolloutStatus = Literal["ok", "failed"]

@@ -78,6 +78,7 @@ def rows_of() -> Callable[..., Rows]:
     """Makes the actor's rows of tables that are given, in the place of a batch of samples."""
     import torch
 
+    from mrl.types import Sample
     from mrl.workers.rows import Rows
 
     def make(
@@ -91,13 +92,12 @@ def rows_of() -> Callable[..., Rows]:
         rows, width = mask_BT.shape
         ids_BT = torch.zeros(rows, width, dtype=torch.long)
         return Rows(
-            index_B=torch.arange(rows),
+            samples=[Sample([], [0] * n, [0.0] * n, [1] * n, 0) for n in lengths],
             ids_BL=ids_BT,
             prompt_lengths_B=torch.zeros(rows, dtype=torch.long),
             completion_lengths_B=torch.tensor(lengths),
             completion_BT=ids_BT,
             mask_BT=mask_BT,
-            valid_BT=torch.arange(width)[None] < torch.tensor(lengths)[:, None],
             advantages_BT=advantages_BT,
             sampler_logprobs_BT=sampler_BT,
             temperature=1.0,

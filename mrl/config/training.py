@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from mrl.config.section import Section
+from mrl.config.section import Section, refuse_changed
 
 
 class TrainingConfig(Section):
@@ -38,8 +38,20 @@ class TrainingConfig(Section):
     """Optimizer steps on the same rollouts (μ in GRPO); clipping starts to matter at 2."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Split each step's samples into this many micro-batches, to save memory; the update is the same for any number."""
+    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Instead of `gradient_accumulation_steps`: as many micro-batches as keep each to this many tokens (a longer sample
+    is one by itself). Bounds the memory of a step whatever the lengths; the update is the same for any number."""
+    packing: bool = True
+    """Where the model allows it (it is tried at the start): train on rows without padding, and on the prompt of a group
+    once. The same numbers in less time; false = padded rows."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    torch_compile: bool = False
+    """Compile the model's layers with `torch.compile` for training: a minute at the start, faster steps on GPUs. Where
+    compiling fails the run says so and goes on without."""
+    offload_optimizer: bool = False
+    """Keep AdamW's state, and do its arithmetic, in host memory: 8 bytes per trained parameter less on the GPU, for a
+    slower update."""
     save_steps: int = Field(100, ge=0)
     """Write a checkpoint every so many steps, and always at the end; 0 = only at the end."""
     save_total_limit: int | None = Field(None, ge=1)
@@ -63,3 +75,9 @@ class TrainingConfig(Section):
         if value != -1 and value < 1:
             raise ValueError("use -1 (as many as num_epochs takes) or a positive number")
         return value
+
+    @model_validator(mode="after")
+    def _one_way_to_cut(self) -> Self:
+        if self.max_tokens_per_micro_batch is not None:
+            refuse_changed(self, ("gradient_accumulation_steps",), "max_tokens_per_micro_batch left out")
+        return self

@@ -1,8 +1,7 @@
-"""A train batch as tensors: right-padded rows that can be split into micro-batches."""
+"""A train batch as tensors: right-padded rows that can be cut into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,40 +13,39 @@ from mrl.types import Sample, TrainBatch
 
 @dataclass
 class Rows:
-    """A batch as tensors: B rows of L tokens, of which at most T are the completion's."""
+    """A batch, or a micro-batch of it, as tensors: B rows of L tokens, of which at most T are the completion's."""
 
-    index_B: Tensor
-    """Where each row stands in the whole batch."""
+    samples: list[Sample]
     ids_BL: Tensor
     prompt_lengths_B: Tensor
     completion_lengths_B: Tensor
     completion_BT: Tensor
     mask_BT: Tensor
-    valid_BT: Tensor
     advantages_BT: Tensor
     sampler_logprobs_BT: Tensor
     temperature: float
     weights_BT: Tensor
     old_logprobs_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
+    new_logprobs_BT: Tensor | None = None
+    """Of the latest pass that trained on these rows, without its gradient."""
     kept_BT: Tensor | None = None
     """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
     entropy_weights_BT: Tensor | None = None
+    layout: Any = None
+    """How the rows went through the model the last time (see mrl.workers.forward), for the next pass over them."""
 
-    def split(self, parts: int) -> Iterator[Rows]:
-        """Micro-batches of about equal row counts, sorted by length so that little is padded."""
-        lengths_B = self.prompt_lengths_B + self.completion_lengths_B
-        order_B = torch.argsort(lengths_B, stable=True, descending=True)
-        for index_B in order_B.tensor_split(min(parts, len(order_B))):
-            longest, completion = int(lengths_B[index_B].max()), int(self.completion_lengths_B[index_B].max())
-            cut = {
-                name: value[index_B]
-                if value.dim() == 1
-                else value[index_B, : longest if name == "ids_BL" else completion]
-                for name, value in vars(self).items()
-                if isinstance(value, Tensor)
-            }
-            yield replace(self, **cut)  # type: ignore[arg-type]
+    def take(self, index: list[int]) -> Rows:
+        """The rows with these indices, cut to the longest of them."""
+        index_B = torch.tensor(index, device=self.mask_BT.device)
+        longest = int((self.prompt_lengths_B + self.completion_lengths_B)[index_B].max())
+        completion = int(self.completion_lengths_B[index_B].max())
+        cut = {
+            name: value[index_B] if value.dim() == 1 else value[index_B, : longest if name == "ids_BL" else completion]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, samples=[self.samples[i] for i in index], layout=None, **cut)  # type: ignore[arg-type]
 
 
 def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
@@ -62,20 +60,23 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
         return filled.to(device)
 
     mask_BT = table([s.mask for s in samples], completion, torch.float32)
+    reference = [s.reference_logprobs for s in samples]
     return Rows(
-        index_B=torch.arange(len(samples), device=device),
+        samples=samples,
         ids_BL=table([s.prompt_ids + s.completion_ids for s in samples], longest, torch.long),
         prompt_lengths_B=torch.tensor([len(s.prompt_ids) for s in samples], device=device),
         completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
         completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
         mask_BT=mask_BT,
-        valid_BT=table([[1] * len(s.completion_ids) for s in samples], completion, torch.bool),
         advantages_BT=table(
             [_by_token(a, s) for a, s in zip(batch.advantages, samples, strict=True)], completion, torch.float32
         ),
         sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
         temperature=batch.temperature,
         weights_BT=torch.empty_like(mask_BT),
+        ref_logprobs_BT=None
+        if any(values is None for values in reference)
+        else table([values or [] for values in reference], completion, torch.float32),
     )
 
 

@@ -188,8 +188,10 @@ def ours(
     objective, metrics = Objective(config, num_iterations=2), StepMetrics()
     objective.prepare(rows, TrainBatch([], [], len(batch.masks), int(mask_BT.sum())), entropy_BT.detach())
     total = torch.zeros(())
-    for part in rows.split(parts):
-        place = (part.index_B, slice(part.mask_BT.shape[1]))
+    for start in range(min(parts, len(batch.masks))):
+        index = list(range(start, len(batch.masks), parts))
+        part = rows.take(index)
+        place = (torch.tensor(index), slice(part.mask_BT.shape[1]))
         loss = objective.part_loss(part, logprobs_BT[place], entropy_BT[place], metrics)
         loss.backward()
         total = total + loss.detach()
