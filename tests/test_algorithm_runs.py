@@ -314,7 +314,7 @@ def share_of_a(completions: list[str], **_: Any) -> list[float]:
         {"loss_type": "sapo", "advantage_type": "maxrl"},
         {"advantage_type": "gdpo", "zero_variance_groups": "resample"},
         {"beta": 0.01, "kl_in": "reward", "advantage_type": "token", "discount": 0.9},
-        {"top_entropy_quantile": 0.5, "entropy_coef": 1e-3, "importance_sampling": "sequence_truncated"},
+        {"top_entropy_quantile": 0.8, "entropy_coef": 1e-3, "importance_sampling": "sequence_truncated"},
     ],
     ids=["gspo", "luspo", "vespo", "cispo", "reinforce", "sapo", "gdpo", "token", "entropy"],
 )
