@@ -296,3 +296,30 @@ def test_steps_that_are_more_than_the_turns_fail_the_rollout(
     failed = [row for row in rollouts_of(tmp_path / "r") if row["status"] == "failed"]
     assert [row["error"] for row in failed] == ["advantage_type turn: 2 step rewards for 1 turns of sampled tokens"]
     assert rows[0]["rollout/failed_fraction"] == pytest.approx(1 / 12)
+
+
+def share_of_a(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "gspo", "epsilon": 3e-3, "epsilon_high": 4e-3},
+        {"loss_type": "luspo"},
+        {"loss_type": "vespo", "advantage_type": "reinforce_pp_baseline"},
+        {"loss_type": "cispo", "advantage_type": "reinforce_pp"},
+        {"loss_type": "reinforce", "advantage_type": "rloo", "normalize_advantages": True},
+        {"loss_type": "sapo", "advantage_type": "maxrl"},
+        {"advantage_type": "gdpo", "zero_variance_groups": "resample"},
+        {"beta": 0.01, "kl_in": "reward", "advantage_type": "token", "discount": 0.9},
+        {"top_entropy_quantile": 0.8, "entropy_coef": 1e-3, "importance_sampling": "sequence_truncated"},
+    ],
+    ids=["gspo", "luspo", "vespo", "cispo", "reinforce", "sapo", "gdpo", "token", "entropy"],
+)
+def test_every_kind_of_run_learns(tiny_model: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    more = {"reward_funcs": share_of_a, "max_steps": 34, "batch_size": 4, "num_generations": 8, "save_steps": 0}
+    rewards = [row["reward/mean"] for row in run(tiny_model, tmp_path / "r", **more, **options)]
+    assert sum(rewards[:3]) / 3 < 0.05
+    assert sum(rewards[-3:]) / 3 > 0.5

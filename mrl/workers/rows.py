@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,9 +69,7 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
         completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
         completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
         mask_BT=mask_BT,
-        advantages_BT=table(
-            [_by_token(a, s) for a, s in zip(batch.advantages, samples, strict=True)], completion, torch.float32
-        ),
+        advantages_BT=_advantages(batch, table, mask_BT),
         sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
         temperature=batch.temperature,
         weights_BT=torch.empty_like(mask_BT),
@@ -80,5 +79,12 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
     )
 
 
-def _by_token(advantage: float | list[float], sample: Sample) -> list[float]:
-    return advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)
+def _advantages(batch: TrainBatch, table: Callable[..., Tensor], mask_BT: Tensor) -> Tensor:
+    if not any(isinstance(advantage, list) for advantage in batch.advantages):
+        by_sample_B = torch.tensor(batch.advantages, dtype=torch.float32, device=mask_BT.device)
+        return by_sample_B[:, None].expand_as(mask_BT)
+    by_token = [
+        advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)
+        for advantage, sample in zip(batch.advantages, batch.samples, strict=True)
+    ]
+    return table(by_token, mask_BT.shape[1], torch.float32)
