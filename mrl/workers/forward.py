@@ -48,7 +48,9 @@ class Forward:
         if packing and not self.packs:
             self.notices.append(f"packing: {name} is trained on padded rows, its attention does not allow other ones")
         if self.head is None:
-            self.notices.append(f"{name} makes its logits in a way of its own: all logits of a micro-batch are in memory")
+            self.notices.append(
+                f"{name} makes its logits in a way of its own: all logits of a micro-batch are in memory"
+            )
 
     def logprobs(
         self, model: Any, rows: Rows, *, entropy: bool = True, entropy_grad: bool = False

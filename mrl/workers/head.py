@@ -78,7 +78,11 @@ def _parts(linear: Any, hidden_NH: Tensor) -> tuple[Any, LowRank | None]:
         raise TypeError(f"{type(linear).__name__} is neither a linear layer nor a LoRA adapter beside one")
     if linear.disable_adapters or not adapters:
         return base, None
-    if len(adapters) > 1 or getattr(linear, "use_dora", {}).get(adapters[0]) or linear.lora_B[adapters[0]].bias is not None:
+    if (
+        len(adapters) > 1
+        or getattr(linear, "use_dora", {}).get(adapters[0])
+        or linear.lora_B[adapters[0]].bias is not None
+    ):
         raise TypeError("only one plain LoRA adapter at a time is a low-rank update")
     name = adapters[0]
     low_NR = linear.lora_A[name](linear.lora_dropout[name](hidden_NH.to(linear.lora_A[name].weight.dtype)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from mrl.config import TrainingConfig
 from mrl.errors import ConfigError
 
 
-def make_optimizer(parameters: list[Tensor], config: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only. Raises ConfigError for `offload_optimizer` where there is nothing to gain."""
+def make_optimizer(parameters: Sequence[Tensor], config: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only. Raises ConfigError where `offload_optimizer` has nothing to gain."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

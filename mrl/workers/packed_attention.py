@@ -130,7 +130,9 @@ def packed_attention(
     """
     if line is None or attention_mask is not None:
         raise NotPackableError("this model does not hand its keyword arguments on to its attention")
-    unknown = [name for name, value in others.items() if value is not None and value is not False and name not in _HARMLESS]
+    unknown = [
+        name for name, value in others.items() if value is not None and value is not False and name not in _HARMLESS
+    ]
     if unknown or not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         raise NotPackableError(f"attention with {', '.join(unknown) or 'a look to the right'}")
     if _windows is not None:
@@ -140,11 +142,13 @@ def packed_attention(
     for rows, longest in line.blocks:
         end = start + rows * longest
         mask = _window(longest, sliding_window, query.device)
-        block = [
+        query_BhLD, key_BgLD, value_BgLD = (
             states_MF[start:end].view(rows, longest, states.shape[1], states.shape[3]).transpose(1, 2)
             for states_MF, states in ((query_MF, query), (key_MF, key), (value_MF, value))
-        ]
-        output, _ = sdpa_attention_forward(module, *block, mask, dropout=dropout, scaling=scaling, is_causal=True)
+        )
+        output, _ = sdpa_attention_forward(
+            module, query_BhLD, key_BgLD, value_BgLD, mask, dropout=dropout, scaling=scaling, is_causal=True
+        )
         outputs.append(output.reshape(rows * longest, -1))
         start = end
     output_MF = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -184,12 +188,12 @@ class _Take(torch.autograd.Function):
     torch's own would add them up in any order, and on CPU one by one."""
 
     @staticmethod
-    def forward(ctx: Any, states_NF: Tensor, line: Line) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, states_NF: Tensor, line: Line) -> Tensor:
         ctx.line = line
         return states_NF.index_select(0, line.token_M)
 
     @staticmethod
-    def backward(ctx: Any, grad_MF: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_MF: Tensor) -> tuple[Tensor, None]:
         grad_NF = grad_MF.index_select(0, ctx.line.place_N)
         for tokens, places in ctx.line.others:
             grad_NF[tokens] += grad_MF[places]
@@ -198,7 +202,7 @@ class _Take(torch.autograd.Function):
 
 def _rows(states: Tensor, line: Line) -> Tensor:
     """[1, heads, N, D] → M × heads·D."""
-    result: Tensor = _Take.apply(states[0].transpose(0, 1).flatten(1), line)  # type: ignore[no-untyped-call]
+    result: Tensor = _Take.apply(states[0].transpose(0, 1).flatten(1), line)
     return result
 
 

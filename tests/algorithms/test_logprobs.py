@@ -152,7 +152,7 @@ def test_bfloat16_compute_stays_close_and_frozen_weights_get_no_gradient() -> No
 
 
 def test_bfloat16_weights_get_gradients_summed_in_float32() -> None:
-    hidden, weight, _, targets, upstream = inputs(n=400)
+    hidden, weight, _, targets, _ = inputs(n=400)
     exact = torch.autograd.grad((token_logprobs(hidden, weight, None, targets)[0] * torch.ones(400)).sum(), weight)[0]
     h16, w16 = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
     got, _ = token_logprobs(h16, w16, None, targets, tile=(8, 16))

@@ -25,6 +25,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}
 TEMPERATURE = 0.8
 
 # model, changes to its config, whether its rows can be packed, what it does to its logits
@@ -32,7 +33,12 @@ MODELS: list[tuple[str, dict[str, Any], bool, LogitTransform | None]] = [
     ("Qwen2", {}, True, LogitTransform()),
     ("Llama", {"tie_word_embeddings": True}, True, LogitTransform()),
     ("Mistral", {"sliding_window": 7}, True, LogitTransform()),
-    ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32}, True, LogitTransform()),
+    (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+        True,
+        LogitTransform(),
+    ),
     ("Gemma2", {"head_dim": 8, "sliding_window": 7}, False, LogitTransform(softcap=30.0)),  # caps attention too
     ("Gemma3Text", {"head_dim": 8, "sliding_window": 7}, True, LogitTransform()),
     ("Gemma3Text", {"head_dim": 8, "final_logit_softcapping": 5.0}, True, LogitTransform(softcap=5.0)),
@@ -41,9 +47,9 @@ MODELS: list[tuple[str, dict[str, Any], bool, LogitTransform | None]] = [
     ("Cohere", {"logit_scale": 0.0625}, True, LogitTransform(scale=0.0625)),
     ("MiniCPM3", {"num_key_value_heads": 4}, True, LogitTransform()),  # scales its hidden states instead
     ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 7}, False, LogitTransform()),  # sinks
-    ("FalconH1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "lm_head_multiplier": 0.3}, False, LogitTransform(0.3)),
-    ("Llama4Text", {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 16}, False, None),
-]  # fmt: skip
+    ("FalconH1", {**MAMBA, "lm_head_multiplier": 0.3}, False, LogitTransform(0.3)),
+    ("Llama4Text", {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}, False, None),
+]
 
 
 @pytest.mark.parametrize(("name", "changes", "packs", "transform"), MODELS)
