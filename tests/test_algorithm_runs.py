@@ -78,8 +78,9 @@ def rollouts_of(folder: Path) -> list[dict[str, Any]]:
         ),
         ({"top_entropy_quantile": 0.2}, {"train/top_entropy_fraction"}),
         ({"beta": 0.1, "kl_estimator": "k2"}, {"train/kl"}),
+        ({"beta": 0.1, "kl_in": "reward", "use_lora": True, "lora_r": 4, "lora_alpha": 8}, {"reward/kl_shaping"}),
     ],
-    ids=["gspo", "luspo", "vespo", "reinforce_rloo", "gdpo", "token", "sequence_masked", "top_entropy", "k2"],
+    ids=["gspo", "luspo", "vespo", "reinforce_rloo", "gdpo", "token", "sequence_masked", "top_entropy", "k2", "lora"],
 )
 def test_a_run_trains_and_says_what_it_did(
     tiny_model: str, tmp_path: Path, options: dict[str, Any], metrics: set[str]
@@ -89,10 +90,13 @@ def test_a_run_trains_and_says_what_it_did(
     for row in rows:
         assert row["train/updates_skipped"] == 0
         assert row["train/grad_norm"] > 0
-    before, after = (
-        load_file(Path(p) / "model.safetensors") for p in (tiny_model, list_checkpoints(tmp_path / "r")[-1].path)
-    )
-    assert any(not torch.equal(before[name], after[name]) for name in before)
+    newest = list_checkpoints(tmp_path / "r")[-1].path
+    if options.get("use_lora"):
+        trained = load_file(newest / "adapter_model.safetensors")
+        assert any(value.abs().max() > 0 for name, value in trained.items() if "lora_B" in name)
+    else:
+        before, after = load_file(Path(tiny_model) / "model.safetensors"), load_file(newest / "model.safetensors")
+        assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_gspo_clips_sequences_and_top_entropy_keeps_a_share(tiny_model: str, tmp_path: Path) -> None:
