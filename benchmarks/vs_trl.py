@@ -188,14 +188,14 @@ def train_trl(spec: dict[str, Any], reward: Reward, prompts: list[str], steps: i
         GRPOTrainer(model=spec["path"], reward_funcs=reward, args=config, train_dataset=dataset).train()
 
 
-# --- models -------------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------------
 
 
 def build_model(path: Path, name: str, lengths: str) -> None:
     """Random weights and one word per id. The end token is as likely as the wanted lengths need."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     shape = MODELS[name]
     size = shape["vocab_size"]

@@ -148,8 +148,9 @@ class _TiledLogprobs(torch.autograd.Function):
         tiles = _Gradients(head, needed, kept(grad_N), kept(grad_entropy_N))
         grads = tiles.run(kept(targets_N), kept(log_z_N), kept(entropy_N))
         for index, whole in ((0, hidden), (3, low_in)):
-            if rows is not None and grads[index] is not None:
-                grads[index] = torch.zeros_like(whole).index_copy_(0, rows, grads[index].to(whole.dtype))
+            part = grads[index]
+            if rows is not None and part is not None:
+                grads[index] = torch.zeros_like(whole).index_copy_(0, rows, part.to(whole.dtype))
         return (*grads, None, None)
 
 
@@ -281,8 +282,10 @@ def _columns(targets_C: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in the precision of the total where the factors are of a lower one."""
+    """total += left @ right. On GPUs a product of bfloat16 is not rounded before it is added to a float32 total."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
