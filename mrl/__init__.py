@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mrl.config import (
+        AlgorithmConfig,
         DataConfig,
         GenerationConfig,
         ModelConfig,
@@ -29,6 +30,7 @@ _WHERE = {
     "MRLError": "mrl.errors",
     **dict.fromkeys(
         [
+            "AlgorithmConfig",
             "DataConfig",
             "GenerationConfig",
             "ModelConfig",
@@ -43,6 +45,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "AlgorithmConfig",
     "DataConfig",
     "GenerationConfig",
     "MRLError",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -22,8 +23,17 @@ from typing import Any
 from mrl.backends import BACKENDS, Resources, WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
+from mrl.dynamic_sampling import refill
 from mrl.errors import CheckpointError, ConfigError, StoreError
-from mrl.experience import check_failures, make_batch, reference_samples, rollout_metrics
+from mrl.experience import (
+    check_failures,
+    check_steps,
+    make_batch,
+    reference_samples,
+    rollout_metrics,
+    shaping_metrics,
+    teaching_groups,
+)
 from mrl.models import pin_model
 from mrl.preflight import check_disk, prepare, reward_worker_args, total_steps
 from mrl.resume import (
@@ -36,7 +46,8 @@ from mrl.resume import (
     record_options,
     set_random_state,
 )
-from mrl.rewards.scoring import TrainerState, score_groups
+from mrl.reward_shaping import KL, is_scored, shape_by_length
+from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED, prune, remove_leftovers
 from mrl.store.run import RunStore
@@ -152,19 +163,14 @@ class Orchestrator:
     async def _one_step(self, indices: list[int], epoch: float) -> dict[str, float]:
         start = perf_counter()
         self.seconds = {}
-        training = self.config.training
-        with self._timed("generate"):
-            groups = await self.source.collect(
-                [self.prepared.tasks[i] for i in indices],
-                self.policy,
-                training.num_generations,
-                seed=derive_seed(training.seed, "rollout", self.step),
-            )
+        groups = await self._attempt(indices, derive_seed(self.config.training.seed, "rollout", self.step))
         metrics: dict[str, float] = {"rollout/epoch": epoch}
         try:
             metrics |= await self._score(groups, epoch)
             metrics |= rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
+            await self._shape(groups)
+            metrics |= shaping_metrics(groups, self.config)
             metrics |= await self._train(groups)
         finally:  # what was generated is written down, whatever came after
             tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
@@ -176,7 +182,37 @@ class Orchestrator:
         self._show_completions(groups)
         return metrics
 
+    async def _attempt(self, indices: list[int], seed: int) -> list[Group]:
+        with self._timed("generate"):
+            return await self.source.collect(
+                [self.prepared.tasks[i] for i in indices],
+                self.policy,
+                self.config.training.num_generations,
+                seed=seed,
+            )
+
     async def _score(self, groups: list[Group], epoch: float) -> dict[str, float]:
+        """Rewards for every rollout. With dynamic sampling, `groups` grows until a batch of them teaches something."""
+        logged = [await self._score_some(groups, epoch)]
+        algorithm, target = self.config.algorithm, self.config.training.batch_size
+        if algorithm.zero_variance_groups != "resample":
+            return logged[0][1]
+
+        async def attempt(missing: int, number: int) -> None:
+            check_failures(groups, self.config, self.step)  # what cannot be scored is not helped by more of it
+            # The round is part of the seed: in a small dataset the same task may come again within a step.
+            seed = derive_seed(self.config.training.seed, "rollout", self.step, number)
+            more = await self._attempt(self.order.next_batch(missing), seed)
+            groups.extend(more)
+            logged.append(await self._score_some(more, epoch))
+
+        def teaching() -> int:
+            return len(teaching_groups(groups, self.config))
+
+        rounds = await refill(teaching, target, algorithm.max_resamples, attempt)
+        return mean_of_rounds(logged) | {"rollout/resamples": float(rounds)}
+
+    async def _score_some(self, groups: list[Group], epoch: float) -> tuple[int, dict[str, float]]:
         """Rewards; meanwhile, where there is a KL term, the actor asks its reference model about the same samples."""
         samples = reference_samples(groups, self.config)
         reference = asyncio.ensure_future(self._add_reference_logprobs(samples)) if samples else None
@@ -189,7 +225,8 @@ class Orchestrator:
             raise
         if reference is not None:
             await reference
-        return metrics
+        check_steps(groups, self.config)
+        return sum(len(group.rollouts) for group in groups), metrics
 
     async def _add_reference_logprobs(self, samples: list[Sample]) -> None:
         with self._timed("reference"):
@@ -197,10 +234,28 @@ class Orchestrator:
         for sample, logprobs in zip(samples, found, strict=True):
             sample.reference_logprobs = logprobs
 
+    async def _shape(self, groups: list[Group]) -> None:
+        """What is added to the rewards: for length, and the divergence from the reference model."""
+        algorithm = self.config.algorithm
+        shape_by_length(groups, self.config)
+        if not algorithm.beta or algorithm.kl_in != "reward":
+            return
+        scored = [r for group in teaching_groups(groups, self.config) for r in group.rollouts if is_scored(r)]
+        samples = [sample for rollout in scored for sample in rollout.samples]
+        with self._timed("reference"):
+            kl = iter(await self.actor.call("reference_kl", samples, self.config.generation.temperature))
+        for rollout in scored:
+            rollout.metrics[KL] = -algorithm.beta * sum(next(kl) for _ in rollout.samples)
+            if not math.isfinite(rollout.metrics[KL]):
+                rollout.fail("its divergence from the reference model (kl_in: reward) is not finite")
+
     async def _train(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
         if not batch.num_tokens:
-            self._note(f"step {self.step}: no update, every completion was too long or cut (see max_completion_length)")
+            why = "every completion was too long or cut (see max_completion_length)"
+            if not batch.num_sequences:
+                why = "no group of rollouts differed in reward (see zero_variance_groups)"
+            self._note(f"step {self.step}: no update, {why}")
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
         if metrics["train/updates_skipped"]:
@@ -305,7 +360,12 @@ class Orchestrator:
             ActorWorker,
             name="actor",
             resources=Resources(gpu=config.runtime.actor_gpu),
-            args={"model": model, "training": config.training.model_dump(), "total_steps": self.total_steps},
+            args={
+                "model": model,
+                "training": config.training.model_dump(),
+                "total_steps": self.total_steps,
+                "algorithm": config.algorithm.model_dump(),
+            },
         )
         self.workers: list[WorkerHandle] = [
             await self.backend.spawn(

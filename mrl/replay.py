@@ -61,7 +61,9 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
     from mrl.workers.actor import ActorWorker
 
     config = _config_for_replay(run, device)
-    actor = ActorWorker(config.model.model_dump(), config.training.model_dump(), _total_steps(run))
+    actor = ActorWorker(
+        config.model.model_dump(), config.training.model_dump(), _total_steps(run), config.algorithm.model_dump()
+    )
     actor.initialize()
     start = _begin_from_checkpoint(run, step, actor)
     temperature = config.generation.temperature
@@ -98,12 +100,13 @@ def _begin_from_checkpoint(run: Path, step: int, actor: Any) -> int:
 
 def _groups(run: Path, step: int) -> list[Group]:
     """The step's groups as they were scored, in their order."""
-    groups: dict[str, Group] = {}
+    groups: dict[int, Group] = {}  # one task may have several: dynamic sampling comes round to it again
     with RunReader(run) as reader:
         rows = list(reader.rollouts(Filter(step=step)))
     for row in rows:
         rollout = to_rollout(row)
-        groups.setdefault(rollout.task_id, Group(Task(rollout.task_id, rollout.prompt), [])).rollouts.append(rollout)
+        task = Task(rollout.task_id, rollout.prompt)
+        groups.setdefault(row["group"], Group(task, [])).rollouts.append(rollout)
     return list(groups.values())
 
 

@@ -101,8 +101,9 @@ def record_options(run: Path, config: OrchestratorConfig) -> None:
 
 def check_same_run(run: Path, config: OrchestratorConfig) -> None:
     """Raise ConfigError when options changed that would make it another run and `allow_change` does not name them."""
-    before = stored_options(run)
     now = {name: value for section in config.to_dict().values() for name, value in section.items()}
+    defaults = {name: value for section in OrchestratorConfig().to_dict().values() for name, value in section.items()}
+    before = defaults | stored_options(run)  # it may be older than some of the options
     allowed = MAY_CHANGE | set(config.run.allow_change)
     unknown = set(config.run.allow_change) - set(now)
     if unknown:

@@ -8,6 +8,7 @@ sampler produced is what is trained on, id by id.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,7 +140,10 @@ class Rollout:
     """`None` = it could not be scored, which is never the same as 0."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     step_rewards: list[float] = field(default_factory=list)
+    """What the environment gave for each turn of the policy, in order (mrl.algorithms.turns). They are parts of
+    `reward`; what it holds beyond their sum came at the end."""
     advantage: float | None = None
+    """The mean over its sampled tokens where they differ."""
     status: RolloutStatus = "ok"
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -180,8 +184,8 @@ class TrainBatch:
     """What the actor gets: samples and advantages, nothing of where they came from."""
 
     samples: list[Sample]
-    advantages: list[float]
-    """One per sample."""
+    advantages: Sequence[float | list[float]]
+    """One per sample, or for a sample one per completion token."""
     num_sequences: int
     """Sequences the loss is averaged over: these samples, and those left out because nothing is to be learned from them
     or for their length."""

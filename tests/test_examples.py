@@ -46,6 +46,14 @@ def test_two_rewards(folder: Path) -> None:
     assert "train/kl" in metrics
 
 
+def test_custom_loss(folder: Path) -> None:
+    out = run([sys.executable, "examples/custom_loss.py"], folder)
+    largest = float(out.rpartition("ratio up to ")[2])
+    assert largest > 1.0  # the second update of a step is off the policy that sampled
+    lines = (EXAMPLES / "custom_loss.py").read_text().splitlines()
+    assert len(lines) < 30
+
+
 def test_tasks_with_test_cases(folder: Path) -> None:
     out = run(mrl("eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json"), folder)
     report = json.loads(out)

@@ -5,6 +5,7 @@ flags use them flat (`learning_rate`, not `training.learning_rate`): no two sect
 under each field is its documentation and the command line's help.
 """
 
+from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
 from mrl.config.orchestrator import OrchestratorConfig, flat_fields, nest
@@ -13,6 +14,7 @@ from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, Runtim
 from mrl.config.training import TrainingConfig
 
 __all__ = [
+    "AlgorithmConfig",
     "DataConfig",
     "GenerationConfig",
     "ModelConfig",

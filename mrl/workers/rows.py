@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,9 @@ class Rows:
     ref_logprobs_BT: Tensor | None = None
     new_logprobs_BT: Tensor | None = None
     """Of the latest pass that trained on these rows, without its gradient."""
+    kept_BT: Tensor | None = None
+    """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
+    entropy_weights_BT: Tensor | None = None
     layout: Any = None
     """How the rows went through the model the last time (see mrl.workers.forward), for the next pass over them."""
 
@@ -65,7 +69,7 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
         completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
         completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
         mask_BT=mask_BT,
-        advantages_BT=torch.tensor(batch.advantages, dtype=torch.float32, device=device)[:, None].expand_as(mask_BT),
+        advantages_BT=_advantages(batch, table, mask_BT),
         sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
         temperature=batch.temperature,
         weights_BT=torch.empty_like(mask_BT),
@@ -73,3 +77,14 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
         if any(values is None for values in reference)
         else table([values or [] for values in reference], completion, torch.float32),
     )
+
+
+def _advantages(batch: TrainBatch, table: Callable[..., Tensor], mask_BT: Tensor) -> Tensor:
+    if not any(isinstance(advantage, list) for advantage in batch.advantages):
+        by_sample_B = torch.tensor(batch.advantages, dtype=torch.float32, device=mask_BT.device)
+        return by_sample_B[:, None].expand_as(mask_BT)
+    by_token = [
+        advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)
+        for advantage, sample in zip(batch.advantages, batch.samples, strict=True)
+    ]
+    return table(by_token, mask_BT.shape[1], torch.float32)

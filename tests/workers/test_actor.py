@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.algorithms.base import LossSettings, LossTerms, token_weights
 from mrl.algorithms.grpo import GRPO
+from mrl.config import AlgorithmConfig
 from mrl.errors import CheckpointError, ConfigError, SyncError, TrainingError
 from mrl.types import Sample, TrainBatch
 from mrl.workers.actor import ActorWorker
@@ -19,11 +20,12 @@ from mrl.workers.actor import ActorWorker
 LR = 1e-3
 
 
-def make_actor(model: str, *, lora: bool = False, dropout: float = 0.0, **training: object) -> ActorWorker:
+def make_actor(model: str, *, lora: bool = False, dropout: float = 0.0, **options: object) -> ActorWorker:
     settings = {"model": model, "device": "cpu"}
     if lora:
         settings |= {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": dropout}
-    actor = ActorWorker(settings, {"learning_rate": LR, **training}, total_steps=10)
+    algorithm = {name: options.pop(name) for name in list(options) if name in AlgorithmConfig.model_fields}
+    actor = ActorWorker(settings, {"learning_rate": LR, **options}, total_steps=10, algorithm=algorithm)
     actor.initialize()
     return actor
 
@@ -237,6 +239,16 @@ def test_compiling_that_fails_is_said_and_done_without(tiny_model: str, monkeypa
     assert facts["compiled"] is False
     assert any("torch_compile" in notice and "no C++ compiler" in notice for notice in facts["notices"])
     assert actor.train_step(make_batch(tiny_model))["train/updates_skipped"] == 0
+
+
+def test_the_reference_agrees_where_rows_share_a_prompt(tiny_model: str) -> None:
+    """Rows of one prompt lie on one line: the copy of the model has to attend over it as the policy does."""
+    batch = make_batch(tiny_model)
+    for sample in batch.samples:
+        sample.prompt_ids = [1, 2, 3]
+    actor = make_actor(tiny_model, beta=0.1)
+    assert max(map(abs, actor.reference_kl(batch.samples, 1.0))) < 1e-5
+    assert actor.train_step(batch)["train/kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_reuse_takes_its_ratios_against_the_policy_before_the_first_update(tiny_model: str) -> None:
