@@ -79,16 +79,20 @@ def train(argv: list[str]) -> int:
         "  mrl train quickstart\n"
         "  mrl train recipe.yaml --learning-rate 1e-5\n"
         "  mrl train --model PATH_OR_HUB_ID --dataset tasks.jsonl --reward-funcs my_rewards.py:accuracy\n"
-        "  mrl train --resume runs/my-run\n\n"
+        "  mrl train --resume runs/my-run\n"
+        "  mrl train --simple-mode --algorithm sft --dataset answers.jsonl --trl-args packing=true\n\n"
         "Options come from the defaults, then the recipe, then the flags.",
         argv,
         extra={
             "recipe": argument("YAML file of options, or a shipped recipe's name.", positional=True),
+            "simple_mode": argument("The same as --mode simple: one of TRL's trainers.", default="off", kind=bool),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
         },
     )
     as_json = given.pop("json", False)
     recipe = given.pop("recipe", None)
+    if given.pop("simple_mode", False) and given.setdefault("mode", "simple") != "simple":
+        raise ConfigError(f"mode: --simple-mode and --mode {given['mode']} say different things: give only one")
 
     from mrl.trainer import MRLTrainer, make_config
 

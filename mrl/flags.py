@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Required, TypedDict
 import tyro
 
 from mrl.config import OrchestratorConfig, flat_fields, load_yaml
+from mrl.config.recipe import yaml_value
 from mrl.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -20,8 +22,13 @@ FLAG_TYPES: dict[str, Any] = {
     "reward_funcs": list[str],
     "eval_dataset": str,
     "rename": list[str],
+    "trl_args": list[str],
 }
-FLAG_HELP = {"rename": "Columns to rename, each as `old=new`; reward functions see the new names."}
+FLAG_HELP = {
+    "rename": "Columns to rename, each as `old=new`; reward functions see the new names.",
+    "trl_args": "With --simple-mode: further options of TRL's config for the trainer, by TRL's names, each as "
+    "`key=value`, or all as one JSON object; those that mrl has an option for are set by that one.",
+}
 ALIASES = {"dataset_name": ["--dataset"], "dataset_split": ["--split"]}
 
 
@@ -47,6 +54,8 @@ def parse(
     given: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv))
     if "rename" in given:
         given["rename"] = dict(_pair(text) for text in given["rename"])
+    if "trl_args" in given:
+        given["trl_args"] = _trl_args(given["trl_args"])
     return given
 
 
@@ -113,3 +122,25 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not old or not new:
         raise ConfigError(f"rename: {text!r} is not of the form old=new, e.g. --rename question=prompt")
     return old, new
+
+
+def _trl_args(texts: list[str]) -> dict[str, Any]:
+    """`key=value` pairs, values as in YAML, or one JSON object. Raises ConfigError."""
+    example = "e.g. --trl-args packing=true max_length=512, or --trl-args '{\"packing\": true}'"
+    if len(texts) == 1 and texts[0].lstrip().startswith("{"):
+        try:
+            values = json.loads(texts[0])
+        except ValueError as error:
+            raise ConfigError(f"trl_args: {texts[0]!r} is not valid JSON ({error}); {example}") from None
+        assert isinstance(values, dict)
+        return values
+    pairs = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"trl_args: {text!r} is not of the form key=value; {example}")
+        try:
+            pairs[key] = yaml_value(value)
+        except ConfigError as error:
+            raise ConfigError(f"trl_args: {key}: {error}") from None
+    return pairs

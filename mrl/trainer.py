@@ -39,9 +39,24 @@ class MRLTrainer:
 
         Works in a notebook too, where an event loop is already running.
         """
-        result = run_to_end(Orchestrator(self.config, self.run_dir, resume=self.resume).run())
+        result = run_to_end(self._run())
         write_png(self.run_dir)
         return result
+
+    def _run(self) -> Coroutine[Any, Any, RunResult]:
+        if self.config.trl.mode == "simple":
+            from mrl.simple.run import SimpleRun
+
+            return SimpleRun(self.config, self.run_dir, resume=self.resume).run()
+        return Orchestrator(self.config, self.run_dir, resume=self.resume).run()
+
+
+def train_simple(**options: Any) -> RunResult:
+    """Train with one of TRL's trainers (docs/simple-mode.md); `MRLTrainer(mode="simple", **options).train()`.
+
+    train_simple(model="starter", dataset_name="answers.jsonl", algorithm="sft", max_steps=10)
+    """
+    return MRLTrainer(**{"mode": "simple", **options}).train()
 
 
 def make_config(options: dict[str, Any]) -> OrchestratorConfig:

@@ -12,6 +12,7 @@ from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.section import Section, unknown_option
+from mrl.config.simple import SimpleConfig
 from mrl.config.training import TrainingConfig
 from mrl.errors import ConfigError
 
@@ -26,6 +27,7 @@ class OrchestratorConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+    trl: SimpleConfig = Field(default_factory=SimpleConfig)
 
     @field_validator("model", mode="before")
     @classmethod
