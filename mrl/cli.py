@@ -123,16 +123,19 @@ def _print_run(result: Any, config: Any) -> None:
             shown = "not scored" if reward is None else f"reward {reward:g}"
             console.print(f"[bold]{when}[/bold] ({shown})\n{escape(pair[when].strip())}")
     console.rule()
-    start = report.read_curve(run)
-    if start.eval_pass_rates:
-        console.print(f"held-out pass rate {start.eval_pass_rates[0]:.1%} → {start.eval_pass_rates[-1]:.1%}")
+    curve = report.read_curve(run)
+    if curve.eval_pass_rates:
+        form = ".1%" if curve.what == "reward" else ".4f"
+        first, last = (format(value, form) for value in (curve.eval_pass_rates[0], curve.eval_pass_rates[-1]))
+        console.print(f"held-out {curve.eval_what} {first} → {last}")
     console.print(f"{result.status} after {result.steps} steps, {result.seconds:.0f} s. Everything is in {run}/")
-    console.print(f"  reward curve   {run / report.PNG}")
-    if result.checkpoint is None:
+    if curve.steps:
+        console.print(f"  {f'{curve.what} curve':14} {run / f'{curve.what}.png'}")
+    if result.checkpoint is None or (config.trl.mode == "simple" and config.trl.algorithm == "reward"):
         return
     split = config.data.eval_split or config.data.dataset_split
     console.print("Go on with", style="bold")
-    if config.data.dataset_name:
+    if config.data.dataset_name and curve.what == "reward":
         console.print(f"  mrl eval {run} --dataset {config.data.dataset_name} --split {split}", soft_wrap=True)
     pairs = report.before_and_after(run, 1)
     prompt = pairs[0]["prompt"] if pairs else "your prompt"

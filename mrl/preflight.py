@@ -188,6 +188,7 @@ def _load(config: OrchestratorConfig, source: Any, split: str, max_samples: int 
         prompt_column=data.prompt_column,
         rename=data.rename,
         max_samples=max_samples,
+        seed=config.training.seed,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Coroutine
 from datetime import datetime
@@ -87,7 +88,8 @@ def choose_run_dir(config: OrchestratorConfig) -> Path:
     if config.run.run_name is not None:
         return runs_root() / config.run.run_name
     model = Path(config.model.model).name or "model"
-    data = Path(config.data.dataset_name).stem if config.data.dataset_name else "data"
+    named = config.data.dataset_name
+    data = re.sub(r"[^\w.-]+", "-", named if ":" in named else Path(named).stem) if named else "data"
     return runs_root() / f"{model}-{data}-{datetime.now():%Y%m%d-%H%M%S}"
 
 

@@ -57,6 +57,14 @@ class OrchestratorConfig(Section):
             self.generation.max_tokens = self.training.max_completion_length
         return self
 
+    @model_validator(mode="after")
+    def _tasks_may_bring_their_reward(self) -> Self:
+        from mrl.data.sources import own_reward
+
+        if self.reward.reward_funcs is None and self.data.dataset_name is not None:
+            self.reward.reward_funcs = own_reward(self.data.dataset_name)
+        return self
+
     def notices(self) -> list[str]:
         """What a user should know before the run starts: where one option changes what another means."""
         notes = []

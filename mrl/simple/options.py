@@ -182,6 +182,8 @@ def notices(config: OrchestratorConfig, spec: TrainerSpec, tasks: int) -> list[s
         notes.append(
             f"TRL leaves out the last, smaller batch of an epoch: {tasks % values['batch_size']} of {tasks} tasks each."
         )
+    if spec.name == "kto" and values["shuffle"]:
+        notes.append("shuffle: KTO compares neighbours, so the order is shuffled once and the same in every epoch.")
     if spec.online and values["max_tokens"] > values["max_completion_length"]:
         notes.append(f"sampling stops at max_completion_length ({values['max_completion_length']}).")
     return notes
@@ -234,7 +236,8 @@ def _written(values: dict[str, Any], spec: TrainerSpec, facts: TrainerFacts) -> 
         "use_cpu": facts.use_cpu,
         "data_seed": values["seed"],
         "shuffle_dataset": values["shuffle"],
-        "train_sampling_strategy": "random" if values["shuffle"] else "sequential",
+        # KTO compares neighbours and insists on one order; its rows are shuffled before (see `examples_dataset`).
+        "train_sampling_strategy": "random" if values["shuffle"] and spec.name != "kto" else "sequential",
         # With `constant`, too, warm-up may come first.
         "lr_scheduler_type": {"constant": "constant_with_warmup"}.get(
             values["lr_scheduler_type"], values["lr_scheduler_type"]

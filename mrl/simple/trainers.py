@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ class TrainerSpec:
 
     def load(self, which: Literal["trainer", "config"]) -> Any:
         """The class. Imports TRL: seconds."""
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
         module, _, name = getattr(self, which).partition(":")
         return getattr(importlib.import_module(module), name)
 

@@ -106,7 +106,7 @@ class SimpleWorker:
             arguments["reward_funcs"] = self._reward_functions(values)
         if config.model.use_lora:
             arguments["peft_config"] = lora_config(config.model, "SEQ_CLS" if spec.classifier else "CAUSAL_LM")
-        with self._explained():
+        with self._explained(), _no_progress_bars():
             self.trainer = hooked(spec, self.recorder, self._save)(
                 model=model,
                 args=spec.load("config")(**values),
@@ -280,6 +280,20 @@ class SimpleWorker:
         except (ValueError, TypeError, NotImplementedError, ImportError, KeyError, AttributeError) as error:
             kind = TrainingError if hasattr(self, "trainer") else ConfigError
             raise kind(f"algorithm: {self.spec.name}: TRL says {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Any:
+    """TRL tokenises with a bar for each pass; the run has a progress display of its own."""
+    import datasets
+
+    hidden = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not hidden:
+            datasets.enable_progress_bars()
 
 
 def config_updates(config: OrchestratorConfig) -> int:
