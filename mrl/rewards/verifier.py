@@ -58,7 +58,7 @@ class VerifierPool:
     def _ask(self, question: dict[str, Any]) -> Any:
         child = self._idle.get()
         try:
-            if child is None:
+            if child is None or child.process.poll() is not None:  # or it ended since
                 child = _Child(self.function)
             return child.ask(question, self.seconds)
         except VerifierFailed as failure:

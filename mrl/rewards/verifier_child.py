@@ -39,12 +39,14 @@ def main() -> None:
     function = getattr(home, name)
     for library in home.LIBRARIES:  # now: what they load, they load from files, and with programs of their own
         importlib.import_module(library)
-    # Answers leave by a descriptor that nothing else knows: what a library or an answer prints goes to stderr.
-    out = os.fdopen(os.dup(1), "w")
+    # Questions and answers go by descriptors that nothing else knows: what a library or an answer prints goes to
+    # stderr, and `exit()` closes a standard input that nobody reads.
+    questions, out = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     _say(out, {"ready": True})
     limited = False
-    for line in sys.stdin:
+    for line in questions:
         question = json.loads(line)
         if not limited:
             _limit()

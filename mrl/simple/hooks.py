@@ -10,6 +10,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from mrl.errors import ConfigError
 from mrl.simple.recorder import Recorder
 from mrl.simple.trainers import TrainerSpec
@@ -41,6 +43,14 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
                 recorder.evaluating = False
 
     class Rollouts(Saved):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            sampler = super()._get_train_sampler(dataset)
+            # TRL's sampler draws an order per epoch from one generator and starts anew when a run is resumed: prompts
+            # would come again in the first epoch's order.
+            for _ in range(recorder.epochs_done if sampler.shuffle else 0):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+            return sampler
+
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             start = perf_counter()
             try:

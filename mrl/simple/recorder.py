@@ -61,6 +61,8 @@ class Recorder(TrainerCallback):
         self.best: dict[str, Any] | None = None
         self.evaluating = False
         self.step, self.epoch = 0, 0.0
+        self.epochs_done = 0
+        """Before a resumed run goes on."""
         self.batch: list[Rollout] = []
         """Of the last call of the reward function."""
         self.eval_groups: list[Group] = []

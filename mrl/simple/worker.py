@@ -222,6 +222,9 @@ class SimpleWorker:
         state = json.loads((checkpoint / STATE).read_text())
         set_random_state(state["random"])
         self.recorder.best = state["best"]
+        if self.spec.name in RL:
+            self.recorder.epochs_done = state["step"] // (len(self.tasks) // self.config.training.batch_size)
+        self.trainer.args.eval_on_start = False
         folder = self.scratch / "resume" / f"checkpoint-{state['step'] * self.updates}"
         folder.mkdir(parents=True)
         for file in [*checkpoint.iterdir(), *(checkpoint / "trainer").iterdir()]:
