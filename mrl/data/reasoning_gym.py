@@ -44,7 +44,7 @@ def reasoning_gym(
     options = _options(query, where)
     size = options.pop("size", None) or max_samples or DEFAULT_SIZE
     _check(task, options, where)
-    recipe = {
+    recipe: dict[str, Any] = {
         "task": task,
         "options": json.dumps(options, sort_keys=True),
         "seed": options.pop("seed", None) or derive_seed(seed, "reasoning_gym", split) % 2**31,

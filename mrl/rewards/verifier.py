@@ -130,5 +130,5 @@ class _Child:
 
     def _drain(self) -> None:
         assert self.process.stderr is not None
-        while chunk := self.process.stderr.read1(65536):
+        while chunk := os.read(self.process.stderr.fileno(), 65536):
             self.errors = (self.errors + chunk)[-4096:]

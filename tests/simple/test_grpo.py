@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from mrl.cli import main
 from mrl.errors import ConfigError, DataError, RewardError, TrainingError
 from mrl.orchestrator import RunResult
+from mrl.replay import replay
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 
@@ -117,6 +118,8 @@ def test_everything_is_recorded(simple: Train, tmp_path: Path) -> None:
     assert len(rows_of(tmp_path, "eval_rollouts")) == 3 * 3
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [2, 3]
     assert not any(problem for checkpoint in list_checkpoints(tmp_path / "run") for problem in checkpoint.problems())
+    with pytest.raises(ConfigError, match="cannot be replayed"):
+        replay(tmp_path / "run", 2)
     assert (tmp_path / "run" / "reward.png").stat().st_size > 5000
     assert not (tmp_path / "run" / "trl").exists()
     started = next(event for event in rows_of(tmp_path, "events") if event["kind"] == "start")
