@@ -26,7 +26,7 @@ FLAG_TYPES: dict[str, Any] = {
 }
 FLAG_HELP = {
     "rename": "Columns to rename, each as `old=new`; reward functions see the new names.",
-    "trl_args": "With --simple-mode: further options of TRL's config for the trainer, by TRL's names, each as "
+    "trl_args": "With `mode: simple`: further options of TRL's config for that trainer, by TRL's names, each as "
     "`key=value`, or all as one JSON object; those that mrl has an option for are set by that one.",
 }
 ALIASES = {"dataset_name": ["--dataset"], "dataset_split": ["--split"]}

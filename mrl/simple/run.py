@@ -277,7 +277,8 @@ def _load_eval(
 
 def _check_lengths(parts: list[list[Task]], encoder: PromptEncoder, context: int, config: OrchestratorConfig) -> None:
     """TRL does not end a completion where the context ends, so prompt and longest completion must fit together."""
-    completion = min(config.generation.max_tokens, config.training.max_completion_length)
+    values = config.flat()
+    completion = min(values["max_tokens"], values["max_completion_length"])
     if completion >= context:
         raise ConfigError(
             f"max_completion_length: {completion} tokens leave no room for a prompt in max_model_len ({context}), and "
