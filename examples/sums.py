@@ -1,6 +1,7 @@
 """A task others measure on, end to end: learn to answer by example (TRL's SFT), then by reward (mrl's own loop).
 
-Sums of two numbers from reasoning-gym, scored by its verifier; a few minutes on two CPU cores.
+Sums of two numbers from reasoning-gym, scored by its verifier: 39 % of held-out sums right after the examples, 57 %
+after the rewards, in two or three minutes on two CPU cores.
 
 pip install 'mrl[trl,reasoning-gym]'
 python examples/sums.py
