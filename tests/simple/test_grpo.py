@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.cli import main
-from mrl.errors import ConfigError, DataError, RewardError, TrainingError
+from mrl.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
 from mrl.orchestrator import RunResult
 from mrl.replay import replay
 from mrl.store.checkpoints import list_checkpoints
@@ -175,6 +175,29 @@ def test_the_best_checkpoint_is_kept(simple: Train, tmp_path: Path) -> None:
     simple(save_steps=1, save_total_limit=1, best_metric="-train/learning_rate", lr_scheduler_type="constant")
     steps = [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")]
     assert steps == [1, 3]  # the first of equal ones, and the last
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_a_checkpoint_that_cannot_be_written(
+    policy: str, simple: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mrl.simple import worker
+
+    write = worker.write_checkpoint
+
+    def full_disk(path: Path, *args: Any) -> None:
+        if path.name == "step-1":
+            raise CheckpointError("no space left")
+        write(path, *args)
+
+    monkeypatch.setattr(worker, "write_checkpoint", full_disk)
+    if policy == "stop":
+        with pytest.raises(CheckpointError, match="no space left"):
+            simple(save_steps=1, checkpoint_errors=policy)
+        return
+    simple(save_steps=1, checkpoint_errors=policy)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [2, 3]
+    assert any(event["kind"] == "checkpoint_failed" for event in rows_of(tmp_path, "events"))
 
 
 def test_none_is_no_zero(simple: Train, tmp_path: Path) -> None:
