@@ -27,7 +27,15 @@ POLICY_OPTIONS = [
 ]
 EVAL_OPTIONS = [
     *("dataset_name", "dataset_config", "dataset_split", "prompt_column", "rename", "max_samples"),
-    *("reward_funcs", "reward_weights", "reward_timeout", "sandbox", "sandbox_timeout", "sandbox_memory_mb"),
+    *(
+        "reward_funcs",
+        "reward_weights",
+        "reward_timeout",
+        "sandbox",
+        "sandbox_options",
+        "sandbox_timeout",
+        "sandbox_memory_mb",
+    ),
     *POLICY_OPTIONS,
 ]
 

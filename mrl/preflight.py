@@ -84,6 +84,7 @@ def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
         "reward_weights": reward.reward_weights,
         "reward_timeout": reward.reward_timeout,
         "sandbox": reward.sandbox,
+        "sandbox_options": reward.sandbox_options,
         "sandbox_limits": {
             "wall_seconds": reward.sandbox_timeout,
             "cpu_seconds": reward.sandbox_timeout,

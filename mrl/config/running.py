@@ -41,8 +41,12 @@ class RewardConfig(Section):
     """Seconds a reward function may take for one batch."""
     sandbox: str = "auto"
     """Where tested programs run: `auto` = `local`, isolated on this machine, where that works (`mrl sandbox check`),
-    else an error; `process` = limits only, for code that does not set out to cheat."""
-    sandbox_timeout: float = Field(10.0, gt=0)
+    else an error; `modal` = on machines of Modal's; `process` = limits only, for code that does not set out to
+    cheat."""
+    sandbox_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the sandbox by name, e.g. `{"slots": 4, "modules": ["numpy"]}` for `auto` and `local`, `{"machines":
+    8}` for `modal`; docs/sandbox.md lists them."""
+    sandbox_timeout: float = Field(30.0, gt=0)
     """Wall-clock and CPU seconds a tested program may take."""
     sandbox_memory_mb: int = Field(512, ge=32)
     """Address space a tested program may use, in MB."""

@@ -84,6 +84,7 @@ OTHER: dict[str, Any] = {
     "reward_weights": ([1.0], {}),
     "reward_timeout": (5.0, {}),
     "sandbox": ("process", {}),
+    "sandbox_options": ({"slots": 2}, {}),
     "sandbox_timeout": (5.0, {}),
     "sandbox_memory_mb": (99, {}),
     "backend": ("ray", {}),

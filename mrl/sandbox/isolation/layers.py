@@ -55,12 +55,16 @@ def is_public(path: str) -> bool:
     return False
 
 
+def may_read(path: str) -> bool:
+    return os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
+
+
 class Confinement:
     """What the children of one server enter. Built before the first fork."""
 
     def __init__(self, layer: str, readable: list[str], uid: int | None) -> None:
         self.layer = layer
-        self.readable = [path for path in readable if os.access(path, os.R_OK | os.X_OK)]  # else: only preloaded ones
+        self.readable = [path for path in readable if may_read(path)]  # else: only preloaded ones
         self.own_user = uid is not None or layer == "A"  # then the kernel counts its threads and nobody else's
         self.filter = Filter(layer) if layer in LAYERS else None
 

@@ -31,13 +31,13 @@ COMMON = _COMMON.split()
 """What solutions use: each costs every fork a little."""
 _RARE = """
 _blake2 _bz2 _csv _ctypes _hashlib _lzma _md5 _opcode _pickle _posixsubprocess _queue _sha1 _sha256 _sha512
-_statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures
+_sqlite3 _statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures
 concurrent.futures.thread configparser contextvars ctypes difflib dis doctest email encodings.idna encodings.latin_1
 fileinput fnmatch getopt getpass gettext glob graphlib gzip hmac html html.parser imaplib importlib importlib.util
 ipaddress locale logging lzma marshal mimetypes opcode optparse pathlib pickle pickletools platform plistlib posixpath
-pprint profile pstats sched shelve shlex string stringprep subprocess symtable sysconfig tarfile timeit token tokenize
-tomllib trace unittest unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.ElementTree
-zipfile zoneinfo
+pprint profile pstats sched shelve shlex sqlite3 stringprep subprocess symtable sysconfig tarfile timeit token
+tokenize tomllib trace unittest unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom
+xml.etree.ElementTree zipfile zoneinfo
 """
 RARE = _RARE.split()
 """What else they import where nothing can be opened any more: in layer C, and below a root's private folders."""

@@ -56,6 +56,13 @@ def decode_observation(execution: Execution, data: dict[str, Any]) -> Observatio
     return Observation(status, answers, detail=detail, peer=blocks, **{name: data[name] for name in FIELDS})
 
 
+def not_run(detail: str) -> dict[str, Any]:
+    """What is answered in the place of a supervisor that was of no use."""
+    nothing = {"exception": "", "stdout": "", "stderr": "", "exit_code": None, "signal": None}
+    used = {"wall_seconds": 0.0, "cpu_seconds": 0.0, "peak_memory_mb": 0.0}
+    return {"status": "sandbox_error", "detail": detail, "answers": [], "blocks": [], **nothing, **used}
+
+
 def decode_answer(kind: str, text: str) -> Answer:
     """Raises PlainError or ValueError."""
     if kind == "V":
