@@ -18,15 +18,17 @@ if TYPE_CHECKING:
         RewardConfig,
         RunConfig,
         RuntimeConfig,
+        SimpleConfig,
         TrainingConfig,
     )
     from mrl.errors import MRLError
-    from mrl.trainer import MRLTrainer
+    from mrl.trainer import MRLTrainer, train_simple
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "MRLTrainer": "mrl.trainer",
+    "train_simple": "mrl.trainer",
     "MRLError": "mrl.errors",
     **dict.fromkeys(
         [
@@ -38,6 +40,7 @@ _WHERE = {
             "RewardConfig",
             "RunConfig",
             "RuntimeConfig",
+            "SimpleConfig",
             "TrainingConfig",
         ],
         "mrl.config",
@@ -55,7 +58,9 @@ __all__ = [
     "RewardConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SimpleConfig",
     "TrainingConfig",
+    "train_simple",
 ]
 
 

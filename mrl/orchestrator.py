@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from mrl.experience import (
     shaping_metrics,
     teaching_groups,
 )
+from mrl.interrupts import interrupts
 from mrl.models import pin_model
 from mrl.preflight import check_disk, prepare, reward_worker_args, total_steps
 from mrl.resume import (
@@ -57,8 +56,6 @@ from mrl.tracking import RunInfo, TrackerSet
 from mrl.tracking.base import Status
 from mrl.types import Group, Sample, SamplingParams, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
-
-INTERRUPTED_TWICE = 130
 
 
 @dataclass
@@ -109,7 +106,7 @@ class Orchestrator:
         self.sync = SYNC_METHODS.get(self.config.runtime.weight_sync_method)(self.run_dir / "weights")
         self.store = self._open_store()
         try:
-            with self._interrupts():
+            with interrupts(self._interrupt):
                 facts = await self._start_workers()
                 self._announce(facts)
                 await self._loop()
@@ -483,26 +480,9 @@ class Orchestrator:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
-    @contextmanager
-    def _interrupts(self) -> Iterator[None]:
-        """Ctrl-C ends the run after the step it is in; a second one ends the process at once."""
-        loop = asyncio.get_running_loop()
-
-        def interrupt() -> None:
-            if self.stopping:
-                os._exit(INTERRUPTED_TWICE)
-            self.stopping = True
-            self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
-
-        try:
-            loop.add_signal_handler(signal.SIGINT, interrupt)
-        except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or not POSIX
-            yield
-            return
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
+    def _interrupt(self) -> None:
+        self.stopping = True
+        self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
 
 
 def sampling_params(config: OrchestratorConfig) -> SamplingParams:

@@ -61,6 +61,8 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
     from mrl.workers.actor import ActorWorker
 
     config = _config_for_replay(run, device)
+    if config.trl.mode == "simple":
+        raise ConfigError(f"{run}: was trained in simple mode, by TRL's loop, whose steps cannot be replayed")
     actor = ActorWorker(
         config.model.model_dump(), config.training.model_dump(), _total_steps(run), config.algorithm.model_dump()
     )

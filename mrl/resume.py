@@ -101,9 +101,11 @@ def record_options(run: Path, config: OrchestratorConfig) -> None:
 
 def check_same_run(run: Path, config: OrchestratorConfig) -> None:
     """Raise ConfigError when options changed that would make it another run and `allow_change` does not name them."""
-    now = {name: value for section in config.to_dict().values() for name, value in section.items()}
-    defaults = {name: value for section in OrchestratorConfig().to_dict().values() for name, value in section.items()}
-    before = defaults | stored_options(run)  # it may be older than some of the options
+    now, default = (
+        {name: value for section in options.to_dict().values() for name, value in section.items()}
+        for options in (config, OrchestratorConfig())
+    )
+    before = default | stored_options(run)  # an option that is newer than the run was at its default
     allowed = MAY_CHANGE | set(config.run.allow_change)
     unknown = set(config.run.allow_change) - set(now)
     if unknown:

@@ -11,6 +11,7 @@ from mrl.config.model import ModelConfig
 from mrl.config.orchestrator import OrchestratorConfig, flat_fields, nest
 from mrl.config.recipe import load_yaml
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
+from mrl.config.simple import SimpleConfig
 from mrl.config.training import TrainingConfig
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "RewardConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SimpleConfig",
     "TrainingConfig",
     "flat_fields",
     "load_yaml",

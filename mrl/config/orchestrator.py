@@ -14,6 +14,7 @@ from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.section import Section, unknown_option
+from mrl.config.simple import SimpleConfig
 from mrl.config.training import TrainingConfig
 from mrl.errors import ConfigError
 
@@ -29,6 +30,7 @@ class OrchestratorConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+    trl: SimpleConfig = Field(default_factory=SimpleConfig)
 
     @field_validator("model", mode="before")
     @classmethod
@@ -72,6 +74,14 @@ class OrchestratorConfig(Section):
                 f"soft_punish_cache: completions end at max_tokens ({sampled}), before the {free} tokens from which "
                 "they would be punished; set max_completion_length to max_tokens"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_may_bring_their_reward(self) -> Self:
+        from mrl.data.sources import own_reward
+
+        if self.reward.reward_funcs is None and self.data.dataset_name is not None:
+            self.reward.reward_funcs = own_reward(self.data.dataset_name)
         return self
 
     def notices(self) -> list[str]:

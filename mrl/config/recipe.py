@@ -30,6 +30,14 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return {key: yaml_numbers(value) for key, value in options.items()}
 
 
+def yaml_value(text: str) -> Any:
+    """One value as a recipe would have it: `true`, `1e-5`, `[1, 2]`, text. Raises ConfigError."""
+    try:
+        return yaml_numbers(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r} is not a YAML value ({getattr(error, 'problem', error)})") from None
+
+
 def yaml_numbers(value: Any) -> Any:
     """YAML 1.1 reads `1e-5` as text (it wants `1.0e-5`); people write the former."""
     if isinstance(value, dict):

@@ -64,7 +64,10 @@ class RewardWorker:
         )
 
     async def close(self) -> None:
-        """End the sandbox, and whatever it runs."""
+        """End the sandbox, and whatever it runs, and rewards that hold something."""
+        for reward in self.rewards:
+            if close := getattr(reward, "close", None):
+                close()
         if self._sandbox is not None:
             await self._sandbox.close()
 
