@@ -22,10 +22,22 @@ OFFLINE = frozenset({"sft", "dpo", "kto", "reward"})
 ALL = ONLINE | OFFLINE
 GRPO_ONLY = frozenset({"grpo"})
 
-TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "sapo")
-"""Losses that TRL has under the same name, with the same formula."""
+TRL_LOSSES = {
+    **{name: name for name in ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")},
+    "gspo": "grpo",
+}
+"""Losses that TRL has with the same formula, and its names of them; `gspo` is `grpo` with a sequence's ratio."""
+SEQUENCE_LOSSES = ("gspo", "luspo")
+"""Those whose ratio is a sequence's where `importance_sampling_level` does not say."""
+AGGREGATION = {"group": "sum_then_normalize", "gdpo": "normalize_then_sum"}
+"""Advantages that TRL's GRPO has, and what it calls them."""
 CISPO_EPSILON_HIGH = 5.0
 """What `epsilon_high: null` means for cispo here; in TRL it would be `epsilon`."""
+GRPO_OPTIONS = (
+    *("delta", "sapo_temperature_pos", "sapo_temperature_neg", "top_entropy_quantile", "entropy_coef"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "use_bias_correction_kl"),
+)
+"""Options of the same name and meaning in TRL's GRPO."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +109,11 @@ MEANINGS: dict[str, Meaning] = {
     "epsilon": Meaning(RL, ("epsilon",)),
     "epsilon_high": Meaning(RL, ("epsilon_high",)),
     "loss_type": Meaning(GRPO_ONLY, ("loss_type",), advice="the trainer's own losses are in trl_args: loss_type"),
-    "sapo_temperature_pos": Meaning(GRPO_ONLY, ("sapo_temperature_pos",)),
-    "sapo_temperature_neg": Meaning(GRPO_ONLY, ("sapo_temperature_neg",)),
+    **{name: Meaning(GRPO_ONLY, (name,)) for name in GRPO_OPTIONS},
+    "importance_sampling_level": Meaning(GRPO_ONLY, ("importance_sampling_level",)),
+    "advantage_type": Meaning(
+        GRPO_ONLY, ("multi_objective_aggregation",), advice="TRL's GRPO has group and gdpo; rloo is algorithm: rloo"
+    ),
     "scale_rewards": Meaning(GRPO_ONLY, ("scale_rewards",), advice="rloo has trl_args: normalize_advantages"),
     "beta": Meaning(RL, ("beta",), advice="this trainer's beta is another thing: trl_args: beta"),
     "mask_truncated_completions": Meaning(RL, ("mask_truncated_completions",)),
@@ -106,6 +121,19 @@ MEANINGS: dict[str, Meaning] = {
         frozenset(), also=("none",), advice="TRL corrects only for vLLM's sampling (trl_args: vllm_importance_…)"
     ),
     "importance_sampling_cap": Meaning(frozenset(), advice="TRL corrects only for vLLM's sampling"),
+    "importance_sampling_floor": Meaning(frozenset(), advice="TRL corrects only for vLLM's sampling"),
+    "normalize_advantages": Meaning(frozenset(), advice="TRL's rloo has trl_args: normalize_advantages"),
+    "kl_in": Meaning(frozenset(), advice="TRL's grpo has it in the loss, its rloo in the reward"),
+    "kl_estimator": Meaning(frozenset(), advice="TRL's grpo takes k3, its rloo k1"),
+    "discount": Meaning(frozenset(), advice="TRL has no step rewards"),
+    **{
+        name: Meaning(frozenset(), advice="TRL trains on every group")
+        for name in ("zero_variance_groups", "max_resamples")
+    },
+    **{
+        name: Meaning(frozenset(), advice="TRL has it as a reward function: trl.rewards")
+        for name in ("soft_punish_cache", "overlong_penalty", "length_penalty")
+    },
     # The sampling.
     "max_completion_length": Meaning(ONLINE, ("max_completion_length", "max_new_tokens")),
     "max_tokens": Meaning(ONLINE, ("generation_kwargs",)),
@@ -114,6 +142,12 @@ MEANINGS: dict[str, Meaning] = {
     "top_k": Meaning(ONLINE, ("top_k",)),
     "min_p": Meaning(ONLINE, ("min_p",)),
     "stop": Meaning(frozenset(), advice="TRL cannot end a completion at a string"),
+    "max_decode_rows": Meaning(frozenset(), advice="TRL decodes a whole batch at once"),
+    # The update: TRL pads, and cuts by count.
+    "max_tokens_per_micro_batch": Meaning(frozenset(), advice="TRL cuts by number: gradient_accumulation_steps"),
+    "packing": Meaning(frozenset(), advice="TRL pads; its SFT has trl_args: packing"),
+    "torch_compile": Meaning(ALL, ("torch_compile",)),
+    "offload_optimizer": Meaning(frozenset(), advice="TRL's optimizers are chosen by trl_args: optim"),
     # Where things run: the trainer samples from the very module it trains.
     "engine": Meaning(frozenset(), advice="TRL generates with transformers (trl_args: use_vllm for vLLM)"),
     "num_rollout_workers": Meaning(frozenset(), also=(1,), advice="the trainer generates by itself"),
@@ -224,7 +258,7 @@ def _written(values: dict[str, Any], spec: TrainerSpec, facts: TrainerFacts) -> 
     """Every option for TRL, whether this trainer's configuration has it or not."""
     same = (
         *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "gradient_checkpointing"),
-        *("trust_remote_code", "gradient_accumulation_steps", "seed"),
+        *("trust_remote_code", "gradient_accumulation_steps", "seed", "torch_compile"),
     )
     updates = values["num_iterations"] if spec.name in RL else 1
     micro_batch = _examples_per_step(values, spec) // values["gradient_accumulation_steps"]
@@ -271,8 +305,13 @@ def _written(values: dict[str, Any], spec: TrainerSpec, facts: TrainerFacts) -> 
         }
         written |= {"epsilon_high": _epsilon_high(values, spec), "num_generations_eval": 1}
     if spec.name == "grpo":
-        names = ("loss_type", "scale_rewards", "sapo_temperature_pos", "sapo_temperature_neg")
-        written |= {name: values[name] for name in names}
+        written |= {name: values[name] for name in ("scale_rewards", *GRPO_OPTIONS)}
+        written |= {
+            "loss_type": TRL_LOSSES[values["loss_type"]],
+            "importance_sampling_level": values["importance_sampling_level"]
+            or ("sequence" if values["loss_type"] in SEQUENCE_LOSSES else "token"),
+            "multi_objective_aggregation": AGGREGATION[values["advantage_type"]],
+        }
     if spec.name == "online_dpo":
         written["max_length"] = facts.context
     return written
@@ -351,6 +390,10 @@ def _check_loss(values: dict[str, Any]) -> None:
         raise ConfigError(
             f"loss_type: TRL has no {values['loss_type']!r} that is the same as mrl's; use one of "
             f"{', '.join(TRL_LOSSES)}, or mode: orchestrated"
+        )
+    if values["advantage_type"] not in AGGREGATION:
+        raise ConfigError(
+            f"advantage_type: TRL's GRPO has no {values['advantage_type']!r}; use group or gdpo, or mode: orchestrated"
         )
     if values["loss_type"] == "bnpo" and values["gradient_accumulation_steps"] > 1:
         raise ConfigError(

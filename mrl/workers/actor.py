@@ -22,7 +22,7 @@ from torch import Tensor
 from mrl.algorithms.kl import estimate_kl
 from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
 from mrl.errors import TrainingError
-from mrl.models import autocast_dtype, load_model, load_tokenizer
+from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
@@ -30,7 +30,7 @@ from mrl.workers.forward import Forward, evaluating
 from mrl.workers.lora import add_lora, merged_state_dict
 from mrl.workers.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
 from mrl.workers.objective import Objective, kl_estimator
-from mrl.workers.optimizer import make_optimizer, make_scheduler
+from mrl.workers.optimizer import check_offload, make_optimizer, make_scheduler
 from mrl.workers.rows import Rows, make_rows
 from mrl.workers.snapshot import fits_in_memory_twice, load_snapshot, take_snapshot
 from mrl.workers.step_metrics import StepMetrics
@@ -72,6 +72,7 @@ class ActorWorker:
     def initialize(self) -> dict[str, Any]:
         """Load the policy and build its optimizer. Returns facts about it. Raises ModelError."""
         config = self.config
+        check_offload(config, pick_device(self.model_config.device))
         torch.manual_seed(derive_seed(config.seed, "actor"))
         self.tokenizer = load_tokenizer(self.model_config)
         self.model: PreTrainedModel = load_model(self.model_config)

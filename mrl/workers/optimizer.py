@@ -12,8 +12,14 @@ from mrl.config import TrainingConfig
 from mrl.errors import ConfigError
 
 
+def check_offload(config: TrainingConfig, device: torch.device) -> None:
+    """Raise ConfigError where `offload_optimizer` has nothing to gain."""
+    if config.offload_optimizer and device.type == "cpu":
+        raise ConfigError("offload_optimizer: the model is on the CPU, and so is the optimizer's state; leave it out")
+
+
 def make_optimizer(parameters: Sequence[Tensor], config: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only. Raises ConfigError where `offload_optimizer` has nothing to gain."""
+    """AdamW; weight decay on matrices only."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -21,8 +27,6 @@ def make_optimizer(parameters: Sequence[Tensor], config: TrainingConfig, device:
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2)}
     if not config.offload_optimizer:
         return torch.optim.AdamW(groups, fused=device.type in ("cpu", "cuda"), **options)
-    if device.type == "cpu":
-        raise ConfigError("offload_optimizer: the model is on the CPU, and so is the optimizer's state; leave it out")
     return HostAdamW(groups, **options)
 
 

@@ -61,6 +61,31 @@ OTHER: dict[str, Any] = {
     "epsilon_high": (0.28, {}),
     "sapo_temperature_pos": (2.0, {"loss_type": "sapo"}),
     "sapo_temperature_neg": (2.0, {"loss_type": "sapo"}),
+    "delta": (4.0, {}),
+    "importance_sampling_level": ("sequence", {}),
+    "vespo_k_pos": (1.0, {"loss_type": "vespo"}),
+    "vespo_lambda_pos": (1.0, {"loss_type": "vespo"}),
+    "vespo_k_neg": (1.0, {"loss_type": "vespo"}),
+    "vespo_lambda_neg": (1.0, {"loss_type": "vespo"}),
+    "advantage_type": ("gdpo", {}),
+    "normalize_advantages": (True, {"advantage_type": "rloo"}),
+    "discount": (0.9, {"advantage_type": "turn"}),
+    "zero_variance_groups": ("drop", {}),
+    "max_resamples": (5, {"zero_variance_groups": "resample"}),
+    "soft_punish_cache": (8, {}),
+    "overlong_penalty": (0.5, {"soft_punish_cache": 8}),
+    "length_penalty": (0.1, {}),
+    "kl_in": ("reward", {"beta": 0.1}),
+    "kl_estimator": ("k2", {"beta": 0.1}),
+    "use_bias_correction_kl": (False, {"beta": 0.1}),
+    "entropy_coef": (0.01, {}),
+    "top_entropy_quantile": (0.2, {}),
+    "importance_sampling_floor": (0.5, {}),
+    "max_decode_rows": (8, {}),
+    "max_tokens_per_micro_batch": (512, {}),
+    "packing": (False, {}),
+    "torch_compile": (True, {}),
+    "offload_optimizer": (True, {}),
     "scale_rewards": ("batch", {}),
     "beta": (0.04, {}),
     "importance_sampling": ("masked", {}),
@@ -127,6 +152,17 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "sapo_temperature_pos": {"sapo_temperature_pos": 2.0},
     "sapo_temperature_neg": {"sapo_temperature_neg": 2.0},
     "scale_rewards": {"scale_rewards": "batch"},
+    "delta": {"delta": 4.0},
+    "importance_sampling_level": {"importance_sampling_level": "sequence"},
+    "vespo_k_pos": {"vespo_k_pos": 1.0},
+    "vespo_lambda_pos": {"vespo_lambda_pos": 1.0},
+    "vespo_k_neg": {"vespo_k_neg": 1.0},
+    "vespo_lambda_neg": {"vespo_lambda_neg": 1.0},
+    "advantage_type": {"multi_objective_aggregation": "normalize_then_sum"},
+    "use_bias_correction_kl": {"use_bias_correction_kl": False},
+    "entropy_coef": {"entropy_coef": 0.01},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.2},
+    "torch_compile": {"torch_compile": True},
     "beta": {"beta": 0.04},
     "mask_truncated_completions": {"mask_truncated_completions": True},
     "max_completion_length": {"max_completion_length": 64},
@@ -168,8 +204,6 @@ def test_a_changed_option_means_something_or_is_refused(name: str, algorithm: st
 def test_an_option_for_trl_reaches_its_config(name: str) -> None:
     grpo = TRAINERS.get("grpo")
     chosen = changed(name, "grpo")
-    if "sapo" in name:
-        chosen = config(loss_type="sapo", **{name: 2.0})
     made = grpo.load("config")(**trl_options(chosen, grpo, FACTS))
     for key, value in EXPECTED[name].items():
         assert getattr(made, key) == value, key
@@ -199,6 +233,20 @@ def test_steps_of_mrl_are_updates_of_trl() -> None:
     assert (made["max_steps"], made["warmup_steps"], made["num_iterations"]) == (30, 6, 3)
 
 
+@pytest.mark.parametrize(
+    ("loss", "options", "expected"),
+    [
+        ("gspo", {}, ("grpo", "sequence")),
+        ("luspo", {}, ("luspo", "sequence")),
+        ("grpo", {"importance_sampling_level": "sequence"}, ("grpo", "sequence")),
+        ("vespo", {}, ("vespo", "token")),
+    ],
+)
+def test_losses_keep_their_ratio(loss: str, options: dict[str, Any], expected: tuple[str, str]) -> None:
+    made = trl_options(config(loss_type=loss, **options), TRAINERS.get("grpo"), FACTS)
+    assert (made["loss_type"], made["importance_sampling_level"]) == expected
+
+
 def test_cispo_keeps_its_default_cap() -> None:
     assert trl_options(config(loss_type="cispo"), TRAINERS.get("grpo"), FACTS)["epsilon_high"] == 5.0
 
@@ -214,6 +262,8 @@ def test_cispo_keeps_its_default_cap() -> None:
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES=1"),
         ({"algorithm": "sft", "num_generations": 8}, "num_generations"),
         ({"algorithm": "dpo", "beta": 0.3}, "trl_args: beta"),
+        ({"loss_type": "reinforce"}, "loss_type: TRL has no 'reinforce'"),
+        ({"advantage_type": "maxrl"}, "advantage_type: TRL's GRPO has no 'maxrl'"),
     ],
 )
 def test_combinations_that_trl_cannot_do_are_refused(options: dict[str, Any], message: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
 from mrl.config import TrainingConfig
 from mrl.errors import ConfigError
+from mrl.types import Sample, TrainBatch
+from mrl.workers.actor import ActorWorker
 from mrl.workers.optimizer import HostAdamW, make_optimizer, make_scheduler
 
 CPU = torch.device("cpu")
@@ -66,6 +69,31 @@ def test_host_adamw_goes_on_from_its_state_with_the_model_loaded_before() -> Non
 
 
 def test_offload_is_refused_where_it_would_do_nothing() -> None:
-    parameters = list(make_module().parameters())
+    actor = ActorWorker({"model": "not looked for", "device": "cpu"}, {"offload_optimizer": True}, total_steps=1)
     with pytest.raises(ConfigError, match=r"offload_optimizer: the model is on the CPU"):
-        make_optimizer(parameters, TrainingConfig(offload_optimizer=True), CPU)
+        actor.initialize()
+
+
+def test_an_actor_with_its_optimizer_elsewhere_resumes_bit_for_bit(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides are host memory here."""
+    monkeypatch.setattr("mrl.workers.actor.check_offload", lambda *_: None)
+    batch = TrainBatch([Sample([5, 6], [7, 8, 9], [-5.0] * 3, [1] * 3, 0)], [1.0], 1, 3)
+
+    def actor() -> ActorWorker:
+        made = ActorWorker(
+            {"model": tiny_model, "device": "cpu"}, {"offload_optimizer": True, "learning_rate": 1e-2}, total_steps=9
+        )
+        made.initialize()
+        assert isinstance(made.optimizer, HostAdamW)
+        return made
+
+    first = actor()
+    first.train_step(batch)
+    first.save_checkpoint(str(tmp_path / "step-1"), {})
+    second = actor()
+    second.load_checkpoint(str(tmp_path / "step-1"))
+    assert first.train_step(batch) == second.train_step(batch)
+    for mine, theirs in zip(first.parameters, second.parameters, strict=True):
+        assert torch.equal(mine, theirs)
