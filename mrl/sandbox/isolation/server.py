@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import sys
+from itertools import pairwise
 from typing import Any
 
 from . import child, kernel, objects, tester
@@ -108,7 +109,8 @@ def become_program(fds: list[int], limits: dict, confinement: Confinement, paren
     try:
         for target, fd in enumerate(fds):  # received descriptors are numbered above these
             os.dup2(fd, target, inheritable=False)
-        os.closerange(4, 4096)
+        for first, end in pairwise((3, confinement.ruleset or 3, 4096)):
+            os.closerange(first + 1, end)
         os.setsid()
         confinement.enter(limits, parent, baseline)
         gc.enable()
@@ -119,6 +121,7 @@ def become_program(fds: list[int], limits: dict, confinement: Confinement, paren
         message = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace")[:1000]
         os.write(3, child.frames.pack(b"S", message))
         os._exit(0)
+    os.write(3, child.frames.pack(b"C"))  # from here on the program may speak; what it says of us is not believed
     child.serve(3)
 
 
