@@ -212,7 +212,7 @@ def build_model(path: Path, name: str, lengths: str) -> None:
     )
     model = LlamaForCausalLM(config)
     embedding = model.get_input_embeddings().weight.data
-    embedding[:, 0] = 0.1  # so that the first number of every hidden state is positive
+    embedding[:, 0] = 1.0  # so that the first number of every hidden state is large, and the end as likely everywhere
     probe = torch.randint(3, size, (4, 64))
     low, high = -20.0, 20.0
     wanted = 5 / LIMITS[name] if lengths == "tail" else 1e-7

@@ -252,7 +252,7 @@ def test_rewards_normalised_one_by_one_reach_trl_one_by_one(simple: Train, tmp_p
     def vowels(completions: list[str], **_: Any) -> list[float]:
         return [sum(letter in "aeiou" for letter in text) / 8 for text in completions]
 
-    simple(reward_funcs=[length, vowels], max_steps=1, trl_args={"multi_objective_aggregation": "normalize_then_sum"})
+    simple(reward_funcs=[length, vowels], max_steps=1, advantage_type="gdpo")
     rows = rows_of(tmp_path)[:4]
     lengths = torch.tensor([row["rewards"]["length"] for row in rows])
     advantages = torch.tensor([row["advantage"] for row in rows])
