@@ -19,10 +19,11 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import BACKENDS, Resources, WorkerHandle
+from mrl.checkpointing import Checkpointing
 from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
 from mrl.dynamic_sampling import refill
-from mrl.errors import CheckpointError, ConfigError, StoreError
+from mrl.errors import ConfigError, StoreError
 from mrl.experience import (
     check_failures,
     check_steps,
@@ -48,7 +49,7 @@ from mrl.resume import (
 from mrl.reward_shaping import KL, is_scored, shape_by_length
 from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
-from mrl.store.checkpoints import SERVED, prune, remove_leftovers
+from mrl.store.checkpoints import SERVED, remove_leftovers
 from mrl.store.run import RunStore
 from mrl.sync import SYNC_METHODS
 from mrl.sync.base import confirm
@@ -88,9 +89,6 @@ class Orchestrator:
         self.outcome: Status = "failed"
         self.version = 0
         self.step = 0
-        self.checkpointed = 0
-        self.writing: int | None = None
-        self.best: dict[str, Any] | None = None
         self.seconds: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
@@ -127,7 +125,7 @@ class Orchestrator:
             run_dir=self.run_dir,
             status=self.outcome,
             steps=self.step,
-            checkpoint=self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None,
+            checkpoint=self.checkpoints.path(),
             metrics=self.metrics,
             eval_metrics=self.eval_metrics,
             seconds=perf_counter() - start,
@@ -278,67 +276,17 @@ class Orchestrator:
         self.trackers.log(self.step, self.eval_metrics)
 
     async def _checkpoint(self, *, last: bool) -> None:
-        """Write one beside training; the last one is waited for."""
-        await self._checkpoint_written(must=False)
-        self.store.flush()  # a checkpoint never knows of a step that the record does not
-        self._update_best()
-        path = self.store.checkpoint_path(self.step)
-        served = None if self._just_synced() else self.sync.served() or self.served
         state = {
-            "step": self.step,
             "policy_version": self.version,
             "order": self.order.state_dict(),
             "random": random_state(),
             "tasks": fingerprint(self.prepared.tasks),
-            "best": self.best,
             "trackers": self.trackers.run_ids(),
             "in_flight": [],  # rollouts that were begun and not trained on: none in the synchronous loop
         }
-        self.writing = self.step
-        try:
-            await self.actor.call(
-                "save_checkpoint", str(path), state, beside=not last, served=None if served is None else str(served)
-            )
-        except CheckpointError as error:
-            self._checkpoint_failed(error, must=last)
-            return
-        if last:
-            await self._checkpoint_written(must=True)
-
-    async def _checkpoint_written(self, *, must: bool) -> None:
-        """Wait for the checkpoint that is being written, and delete those that are no longer wanted."""
-        if self.writing is None:
-            return
-        try:
-            await self.actor.call("finish_checkpoint")
-        except CheckpointError as error:
-            self._checkpoint_failed(error, must=must)
-            return
-        self.checkpointed, self.writing = self.writing, None
-        self.store.event("checkpoint", str(self.store.checkpoint_path(self.checkpointed)), step=self.checkpointed)
-        if self.config.training.save_total_limit is not None:
-            protect = {self.best["step"]} if self.best else set()
-            prune(self.run_dir, self.config.training.save_total_limit, protect)
-
-    def _checkpoint_failed(self, error: CheckpointError, *, must: bool) -> None:
-        self.writing = None
-        self.store.event("checkpoint_failed", str(error), step=self.step)
-        if must or self.config.training.checkpoint_errors == "stop":
-            raise error
-        self._note(f"step {self.step}: {error}. Going on without it (checkpoint_errors: continue)")
-
-    def _update_best(self) -> None:
-        name = self.config.training.best_metric
-        if name is None:
-            return
-        sign, name = (-1.0, name[1:]) if name.startswith("-") else (1.0, name)
+        served = None if self._just_synced() else self.sync.served() or self.served
         known = self.metrics | self.eval_metrics
-        if name not in known:
-            raise ConfigError(
-                f"best_metric: there is no metric {name!r} at step {self.step}; known: {', '.join(known)}"
-            )
-        if self.best is None or sign * known[name] > sign * self.best["value"]:
-            self.best = {"metric": name, "value": known[name], "step": self.step}
+        await self.checkpoints.write(self.step, state, known, served=served, last=last)
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
@@ -380,6 +328,9 @@ class Orchestrator:
             args=reward_worker_args(config.reward),
         )
         self.policy = PolicyClient(self.workers)
+        self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
+        if self.point is not None:
+            self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
         self.source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
         facts: dict[str, Any] = await self.actor.call("initialize")
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
@@ -407,8 +358,7 @@ class Orchestrator:
         if self.point is not None:
             check_same_tasks(self.point, self.prepared.tasks, self.config)
             state = self.point.state
-            self.step, self.version, self.best = state["step"], state["policy_version"], state["best"]
-            self.checkpointed = self.step
+            self.step, self.version = state["step"], state["policy_version"]
         store = RunStore.reopen(self.run_dir)
         try:
             record_options(self.run_dir, self.config)

@@ -139,9 +139,10 @@ def train_or_refuse(actor: ActorWorker, combination: Combination) -> bool:
     return True
 
 
-def test_all_pairs_train_or_are_refused(actor: ActorWorker) -> None:
-    trained = [train_or_refuse(actor, combination) for combination in pairs()]
-    assert sum(trained) > 150
+def test_pairs_train_or_are_refused(actor: ActorWorker) -> None:
+    """A third of them; all combinations are tried below."""
+    trained = [train_or_refuse(actor, combination) for combination in list(pairs())[::3]]
+    assert sum(trained) > 50
 
 
 @pytest.mark.slow

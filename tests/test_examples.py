@@ -63,6 +63,7 @@ def test_tasks_with_test_cases(folder: Path) -> None:
     assert report["unscored"] == 0
 
 
+@pytest.mark.slow
 def test_sums(folder: Path) -> None:
     """Two steps of each stage; that it learns is seen in tests/test_learning.py."""
     out = run([sys.executable, "examples/sums.py", "--sft-steps", "2", "--max-steps", "2"], folder)
