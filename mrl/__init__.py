@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mrl.config import (
+        AlgorithmConfig,
         DataConfig,
         GenerationConfig,
         ModelConfig,
@@ -17,18 +18,21 @@ if TYPE_CHECKING:
         RewardConfig,
         RunConfig,
         RuntimeConfig,
+        SimpleConfig,
         TrainingConfig,
     )
     from mrl.errors import MRLError
-    from mrl.trainer import MRLTrainer
+    from mrl.trainer import MRLTrainer, train_simple
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "MRLTrainer": "mrl.trainer",
+    "train_simple": "mrl.trainer",
     "MRLError": "mrl.errors",
     **dict.fromkeys(
         [
+            "AlgorithmConfig",
             "DataConfig",
             "GenerationConfig",
             "ModelConfig",
@@ -36,6 +40,7 @@ _WHERE = {
             "RewardConfig",
             "RunConfig",
             "RuntimeConfig",
+            "SimpleConfig",
             "TrainingConfig",
         ],
         "mrl.config",
@@ -43,6 +48,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "AlgorithmConfig",
     "DataConfig",
     "GenerationConfig",
     "MRLError",
@@ -52,7 +58,9 @@ __all__ = [
     "RewardConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SimpleConfig",
     "TrainingConfig",
+    "train_simple",
 ]
 
 

@@ -23,12 +23,20 @@ Command = Callable[[list[str]], int]
 EVAL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_samples": None, "max_tokens": 1024}
 POLICY_OPTIONS = [
     *("revision", "trust_remote_code", "dtype", "device", "max_model_len", "prompt_format", "system_prompt"),
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "engine"),
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "engine", "max_decode_rows"),
     *("vllm_python", "vllm_urls", "vllm_model_name", "tensor_parallel_size", "gpu_memory_utilization"),
 ]
 EVAL_OPTIONS = [
     *("dataset_name", "dataset_config", "dataset_split", "prompt_column", "rename", "max_samples"),
-    *("reward_funcs", "reward_weights", "reward_timeout", "sandbox", "sandbox_timeout", "sandbox_memory_mb"),
+    *(
+        "reward_funcs",
+        "reward_weights",
+        "reward_timeout",
+        "sandbox",
+        "sandbox_options",
+        "sandbox_timeout",
+        "sandbox_memory_mb",
+    ),
     *POLICY_OPTIONS,
 ]
 
@@ -80,16 +88,20 @@ def train(argv: list[str]) -> int:
         "  mrl train quickstart\n"
         "  mrl train recipe.yaml --learning-rate 1e-5\n"
         "  mrl train --model PATH_OR_HUB_ID --dataset tasks.jsonl --reward-funcs my_rewards.py:accuracy\n"
-        "  mrl train --resume runs/my-run\n\n"
+        "  mrl train --resume runs/my-run\n"
+        "  mrl train --simple-mode --algorithm sft --dataset answers.jsonl --trl-args packing=true\n\n"
         "Options come from the defaults, then the recipe, then the flags.",
         argv,
         extra={
             "recipe": argument("YAML file of options, or a shipped recipe's name.", positional=True),
+            "simple_mode": argument("The same as --mode simple: one of TRL's trainers.", default="off", kind=bool),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
         },
     )
     as_json = given.pop("json", False)
     recipe = given.pop("recipe", None)
+    if given.pop("simple_mode", False) and given.setdefault("mode", "simple") != "simple":
+        raise ConfigError(f"mode: --simple-mode and --mode {given['mode']} say different things: give only one")
 
     from mrl.trainer import MRLTrainer, make_config
 
@@ -120,16 +132,19 @@ def _print_run(result: Any, config: Any) -> None:
             shown = "not scored" if reward is None else f"reward {reward:g}"
             console.print(f"[bold]{when}[/bold] ({shown})\n{escape(pair[when].strip())}")
     console.rule()
-    start = report.read_curve(run)
-    if start.eval_pass_rates:
-        console.print(f"held-out pass rate {start.eval_pass_rates[0]:.1%} → {start.eval_pass_rates[-1]:.1%}")
+    curve = report.read_curve(run)
+    if curve.eval_pass_rates:
+        form = ".1%" if curve.what == "reward" else ".4f"
+        first, last = (format(value, form) for value in (curve.eval_pass_rates[0], curve.eval_pass_rates[-1]))
+        console.print(f"held-out {curve.eval_what} {first} → {last}")
     console.print(f"{result.status} after {result.steps} steps, {result.seconds:.0f} s. Everything is in {run}/")
-    console.print(f"  reward curve   {run / report.PNG}")
-    if result.checkpoint is None:
+    if curve.steps:
+        console.print(f"  {f'{curve.what} curve':14} {run / f'{curve.what}.png'}")
+    if result.checkpoint is None or (config.trl.mode == "simple" and config.trl.algorithm == "reward"):
         return
     split = config.data.eval_split or config.data.dataset_split
     console.print("Go on with", style="bold")
-    if config.data.dataset_name:
+    if config.data.dataset_name and curve.what == "reward":
         console.print(f"  mrl eval {run} --dataset {config.data.dataset_name} --split {split}", soft_wrap=True)
     pairs = report.before_and_after(run, 1)
     prompt = pairs[0]["prompt"] if pairs else "your prompt"

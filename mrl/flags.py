@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict
 
 import tyro
+import yaml
 
 from mrl.config import OrchestratorConfig, flat_fields, load_yaml
+from mrl.config.recipe import yaml_numbers
 from mrl.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -21,8 +24,18 @@ FLAG_TYPES: dict[str, Any] = {
     "reward_funcs": list[str],
     "eval_dataset": str,
     "rename": list[str],
+    "sandbox_options": list[str],
+    "trl_args": list[str],
 }
-FLAG_HELP = {"rename": "Columns to rename, each as `old=new`; reward functions see the new names."}
+FLAG_HELP = {
+    "rename": "Columns to rename, each as `old=new`; reward functions see the new names.",
+    "sandbox_options": "Arguments of the sandbox, each as `key=value` (values as in YAML), or all as one JSON object, "
+    "e.g. `slots=4 modules=[numpy]`; docs/sandbox.md lists them.",
+    "trl_args": "With `mode: simple`: further options of TRL's config for that trainer, by TRL's names, each as "
+    "`key=value`, or all as one JSON object; those that mrl has an option for are set by that one.",
+}
+OBJECTS = {"sandbox_options": "slots=4 modules=[numpy]", "trl_args": "packing=true max_length=512"}
+"""Options that are dicts, with an example."""
 ALIASES = {"dataset_name": ["--dataset"], "dataset_split": ["--split"]}
 
 
@@ -43,11 +56,23 @@ def parse(
     """
     fields = flat_fields()
     wanted = [name for name in (fields if options is None else options) if name not in PYTHON_ONLY]
-    hints = {**(extra or {}), **{name: _annotation(name, fields[name][1], defaults or {}) for name in wanted}}
-    flags = TypedDict("flags", hints, total=False)  # type: ignore[misc]
-    given: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv))
+    sections: dict[str, dict[str, Any]] = {}
+    for name in wanted:
+        section, field = fields[name]
+        sections.setdefault(section, {})[name] = _annotation(name, field, defaults or {})
+    # Under names no argument has: `mrl eval` takes a `model`, and there is a section of that name.
+    groups = {f"options of {section}": _group(section, hints) for section, hints in sections.items()}
+    flags = TypedDict("flags", {**(extra or {}), **groups}, total=False)  # type: ignore[misc]
+    config = (tyro.conf.OmitArgPrefixes,)
+    parsed: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv, config=config))
+    given: dict[str, Any] = {name: value for name, value in parsed.items() if name not in groups}
+    for section in groups:
+        given.update(parsed.get(section, {}))
     if "rename" in given:
         given["rename"] = dict(_pair(text) for text in given["rename"])
+    for name, example in OBJECTS.items():
+        if name in given:
+            given[name] = _object(name, given[name], example)
     return given
 
 
@@ -96,6 +121,13 @@ def argument(
     return Required[marked] if required else marked
 
 
+def _group(section: str, hints: dict[str, Any]) -> Any:
+    """The flags of one section of the config, under its name and first sentence in the help."""
+    text = inspect.getdoc(OrchestratorConfig.model_fields[section].annotation) or ""
+    flags = TypedDict(section, hints, total=False)  # type: ignore[misc]
+    return Annotated[flags, tyro.conf.arg(name=section, help=text.split("\n\n")[0])]
+
+
 def _annotation(name: str, field: Any, defaults: dict[str, Any]) -> Any:
     default = defaults.get(name, field.get_default(call_default_factory=True))
     shown = " ".join(map(str, default)) or "none" if isinstance(default, (list, dict)) else default
@@ -114,3 +146,22 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not old or not new:
         raise ConfigError(f"rename: {text!r} is not of the form old=new, e.g. --rename question=prompt")
     return old, new
+
+
+def _object(name: str, texts: list[str], example: str) -> dict[str, Any]:
+    """`key=value` pairs with values as in YAML, or one JSON object (which is YAML too). Raises ConfigError."""
+    hint = f"e.g. --{name.replace('_', '-')} {example}, or one JSON object"
+    pairs: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        try:
+            if text.lstrip().startswith("{"):
+                found = yaml.safe_load(text)
+                pairs |= {str(key): yaml_numbers(inner) for key, inner in found.items()}
+                continue
+            if not equals or not key.isidentifier():
+                raise ConfigError(f"{name}: {text!r} is not of the form key=value; {hint}")
+            pairs[key] = yaml_numbers(yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise ConfigError(f"{name}: {text!r} cannot be read; {hint}") from None
+    return pairs

@@ -89,6 +89,11 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     logging.disable_progress_bar()  # loading has no place in the run's own progress display
     source = resolve_model(config.model)
     base = _base_of_adapter(source)
+    if _is_classifier(base or source):
+        raise ModelError(
+            f"model {config.model!r}: it gives a score instead of text (its config.json names a sequence "
+            "classifier, as algorithm reward trains); give a language model"
+        )
     with _LOADING, _explained(config.model):
         model = AutoModelForCausalLM.from_pretrained(
             base or source,
@@ -102,6 +107,28 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
     model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
     return model.eval()
+
+
+def load_classifier(config: ModelConfig) -> PreTrainedModel:
+    """The model in float32 with a head of one number in the place of its vocabulary. Raises ModelError."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = resolve_model(config.model)
+    if _base_of_adapter(source) is not None:
+        raise ModelError(f"model {config.model!r}: is an adapter; `mrl checkpoints RUN export FOLDER --merged` first")
+    with _LOADING, _explained(config.model):
+        model = AutoModelForSequenceClassification.from_pretrained(
+            source,
+            num_labels=1,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=torch.float32,
+        )
+    model.to(pick_device(config.device))
+    return model
 
 
 def pick_device(name: str) -> torch.device:
@@ -162,6 +189,12 @@ def _base_of_adapter(source: str) -> str | None:
     if not base:
         raise ModelError(f"{path}: names no base model (base_model_name_or_path)")
     return base
+
+
+def _is_classifier(source: str) -> bool:
+    path = Path(source) / "config.json"
+    architectures = json.loads(path.read_text()).get("architectures") if path.is_file() else None
+    return any("ForSequenceClassification" in name for name in architectures or [])
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import math
 import shutil
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +19,21 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import BACKENDS, Resources, WorkerHandle
+from mrl.checkpointing import Checkpointing
 from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
-from mrl.errors import CheckpointError, ConfigError, StoreError
-from mrl.experience import check_failures, make_batch, rollout_metrics
+from mrl.dynamic_sampling import refill
+from mrl.errors import StoreError
+from mrl.experience import (
+    check_failures,
+    check_steps,
+    make_batch,
+    reference_samples,
+    rollout_metrics,
+    shaping_metrics,
+    teaching_groups,
+)
+from mrl.interrupts import interrupts
 from mrl.models import pin_model
 from mrl.preflight import check_disk, prepare, reward_worker_args, total_steps
 from mrl.resume import (
@@ -36,17 +46,16 @@ from mrl.resume import (
     record_options,
     set_random_state,
 )
-from mrl.rewards.scoring import TrainerState, score_groups
+from mrl.reward_shaping import KL, is_scored, shape_by_length
+from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
-from mrl.store.checkpoints import SERVED, prune, remove_leftovers
+from mrl.store.checkpoints import SERVED, remove_leftovers
 from mrl.store.run import RunStore
 from mrl.sync import SYNC_METHODS, WeightSync
 from mrl.tracking import RunInfo, TrackerSet
 from mrl.tracking.base import Status
-from mrl.types import Group, SamplingParams, WeightRef, derive_seed
+from mrl.types import Group, Sample, SamplingParams, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
-
-INTERRUPTED_TWICE = 130
 
 
 @dataclass
@@ -79,9 +88,6 @@ class Orchestrator:
         self.outcome: Status = "failed"
         self.version = 0
         self.step = 0
-        self.checkpointed = 0
-        self.writing: int | None = None
-        self.best: dict[str, Any] | None = None
         self.seconds: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
@@ -97,7 +103,7 @@ class Orchestrator:
         self.sync = make_sync(self.config, self.run_dir, shares_modules=self.backend.shares_memory)
         self.store = self._open_store()
         try:
-            with self._interrupts():
+            with interrupts(self._interrupt):
                 facts = await self._start_workers()
                 self._announce(facts)
                 await self._loop()
@@ -118,7 +124,7 @@ class Orchestrator:
             run_dir=self.run_dir,
             status=self.outcome,
             steps=self.step,
-            checkpoint=self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None,
+            checkpoint=self.checkpoints.path(),
             metrics=self.metrics,
             eval_metrics=self.eval_metrics,
             seconds=perf_counter() - start,
@@ -151,20 +157,14 @@ class Orchestrator:
     async def _one_step(self, indices: list[int], epoch: float) -> dict[str, float]:
         start = perf_counter()
         self.seconds = {}
-        training = self.config.training
-        with self._timed("generate"):
-            groups = await self.source.collect(
-                [self.prepared.tasks[i] for i in indices],
-                self.policy,
-                training.num_generations,
-                seed=derive_seed(training.seed, "rollout", self.step),
-            )
+        groups = await self._attempt(indices, derive_seed(self.config.training.seed, "rollout", self.step))
         metrics: dict[str, float] = {"rollout/epoch": epoch}
         try:
-            with self._timed("reward"):
-                metrics |= await score_groups(self.rewards, groups, self._trainer_state(epoch))
+            metrics |= await self._score(groups, epoch)
             metrics |= rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
+            await self._shape(groups)
+            metrics |= shaping_metrics(groups, self.config)
             metrics |= await self._train(groups)
         finally:  # what was generated is written down, whatever came after
             tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
@@ -176,10 +176,80 @@ class Orchestrator:
         self._show_completions(groups)
         return metrics
 
+    async def _attempt(self, indices: list[int], seed: int) -> list[Group]:
+        with self._timed("generate"):
+            return await self.source.collect(
+                [self.prepared.tasks[i] for i in indices],
+                self.policy,
+                self.config.training.num_generations,
+                seed=seed,
+            )
+
+    async def _score(self, groups: list[Group], epoch: float) -> dict[str, float]:
+        """Rewards for every rollout. With dynamic sampling, `groups` grows until a batch of them teaches something."""
+        logged = [await self._score_some(groups, epoch)]
+        algorithm, target = self.config.algorithm, self.config.training.batch_size
+        if algorithm.zero_variance_groups != "resample":
+            return logged[0][1]
+
+        async def attempt(missing: int, number: int) -> None:
+            check_failures(groups, self.config, self.step)  # what cannot be scored is not helped by more of it
+            # The round is part of the seed: in a small dataset the same task may come again within a step.
+            seed = derive_seed(self.config.training.seed, "rollout", self.step, number)
+            more = await self._attempt(self.order.next_batch(missing), seed)
+            groups.extend(more)
+            logged.append(await self._score_some(more, epoch))
+
+        def teaching() -> int:
+            return len(teaching_groups(groups, self.config))
+
+        rounds = await refill(teaching, target, algorithm.max_resamples, attempt)
+        return mean_of_rounds(logged) | {"rollout/resamples": float(rounds)}
+
+    async def _score_some(self, groups: list[Group], epoch: float) -> tuple[int, dict[str, float]]:
+        """Rewards; meanwhile, where there is a KL term, the actor asks its reference model about the same samples."""
+        samples = reference_samples(groups, self.config)
+        reference = asyncio.ensure_future(self._add_reference_logprobs(samples)) if samples else None
+        try:
+            with self._timed("reward"):
+                metrics = await score_groups(self.rewards, groups, self._trainer_state(epoch))
+        except BaseException:
+            if reference is not None:
+                reference.cancel()
+            raise
+        if reference is not None:
+            await reference
+        check_steps(groups, self.config)
+        return sum(len(group.rollouts) for group in groups), metrics
+
+    async def _add_reference_logprobs(self, samples: list[Sample]) -> None:
+        with self._timed("reference"):
+            found = await self.actor.call("reference_logprobs", samples, self.config.generation.temperature)
+        for sample, logprobs in zip(samples, found, strict=True):
+            sample.reference_logprobs = logprobs
+
+    async def _shape(self, groups: list[Group]) -> None:
+        """What is added to the rewards: for length, and the divergence from the reference model."""
+        algorithm = self.config.algorithm
+        shape_by_length(groups, self.config)
+        if not algorithm.beta or algorithm.kl_in != "reward":
+            return
+        scored = [r for group in teaching_groups(groups, self.config) for r in group.rollouts if is_scored(r)]
+        samples = [sample for rollout in scored for sample in rollout.samples]
+        with self._timed("reference"):
+            kl = iter(await self.actor.call("reference_kl", samples, self.config.generation.temperature))
+        for rollout in scored:
+            rollout.metrics[KL] = -algorithm.beta * sum(next(kl) for _ in rollout.samples)
+            if not math.isfinite(rollout.metrics[KL]):
+                rollout.fail("its divergence from the reference model (kl_in: reward) is not finite")
+
     async def _train(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
         if not batch.num_tokens:
-            self._note(f"step {self.step}: no update, every completion was too long or cut (see max_completion_length)")
+            why = "every completion was too long or cut (see max_completion_length)"
+            if not batch.num_sequences:
+                why = "no group of rollouts differed in reward (see zero_variance_groups)"
+            self._note(f"step {self.step}: no update, {why}")
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
         if metrics["train/updates_skipped"]:
@@ -206,67 +276,17 @@ class Orchestrator:
         self.trackers.log(self.step, self.eval_metrics)
 
     async def _checkpoint(self, *, last: bool) -> None:
-        """Write one beside training; the last one is waited for."""
-        await self._checkpoint_written(must=False)
-        self.store.flush()  # a checkpoint never knows of a step that the record does not
-        self._update_best()
-        path = self.store.checkpoint_path(self.step)
-        served = None if self._just_synced() else self.sync.served() or self.served
         state = {
-            "step": self.step,
             "policy_version": self.version,
             "order": self.order.state_dict(),
             "random": random_state(),
             "tasks": fingerprint(self.prepared.tasks),
-            "best": self.best,
             "trackers": self.trackers.run_ids(),
             "in_flight": [],  # rollouts that were begun and not trained on: none in the synchronous loop
         }
-        self.writing = self.step
-        try:
-            await self.actor.call(
-                "save_checkpoint", str(path), state, beside=not last, served=None if served is None else str(served)
-            )
-        except CheckpointError as error:
-            self._checkpoint_failed(error, must=last)
-            return
-        if last:
-            await self._checkpoint_written(must=True)
-
-    async def _checkpoint_written(self, *, must: bool) -> None:
-        """Wait for the checkpoint that is being written, and delete those that are no longer wanted."""
-        if self.writing is None:
-            return
-        try:
-            await self.actor.call("finish_checkpoint")
-        except CheckpointError as error:
-            self._checkpoint_failed(error, must=must)
-            return
-        self.checkpointed, self.writing = self.writing, None
-        self.store.event("checkpoint", str(self.store.checkpoint_path(self.checkpointed)), step=self.checkpointed)
-        if self.config.training.save_total_limit is not None:
-            protect = {self.best["step"]} if self.best else set()
-            prune(self.run_dir, self.config.training.save_total_limit, protect)
-
-    def _checkpoint_failed(self, error: CheckpointError, *, must: bool) -> None:
-        self.writing = None
-        self.store.event("checkpoint_failed", str(error), step=self.step)
-        if must or self.config.training.checkpoint_errors == "stop":
-            raise error
-        self._note(f"step {self.step}: {error}. Going on without it (checkpoint_errors: continue)")
-
-    def _update_best(self) -> None:
-        name = self.config.training.best_metric
-        if name is None:
-            return
-        sign, name = (-1.0, name[1:]) if name.startswith("-") else (1.0, name)
+        served = None if self._just_synced() else self.sync.served() or self.served
         known = self.metrics | self.eval_metrics
-        if name not in known:
-            raise ConfigError(
-                f"best_metric: there is no metric {name!r} at step {self.step}; known: {', '.join(known)}"
-            )
-        if self.best is None or sign * known[name] > sign * self.best["value"]:
-            self.best = {"metric": name, "value": known[name], "step": self.step}
+        await self.checkpoints.write(self.step, state, known, served=served, last=last)
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
@@ -281,7 +301,12 @@ class Orchestrator:
             ActorWorker,
             name="actor",
             resources=Resources(gpu=config.runtime.actor_gpu),
-            args={"model": model, "training": config.training.model_dump(), "total_steps": self.total_steps},
+            args={
+                "model": model,
+                "training": config.training.model_dump(),
+                "total_steps": self.total_steps,
+                "algorithm": config.algorithm.model_dump(),
+            },
         )
 
         async def spawn_rollout(index: int) -> WorkerHandle:
@@ -300,6 +325,9 @@ class Orchestrator:
             args=reward_worker_args(config.reward),
         )
         self.policy = PolicyClient(self.workers, spawn_rollout, self._note)
+        self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
+        if self.point is not None:
+            self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
         self.source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
         facts: dict[str, Any] = await self.actor.call("initialize")
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
@@ -327,8 +355,7 @@ class Orchestrator:
         if self.point is not None:
             check_same_tasks(self.point, self.prepared.tasks, self.config)
             state = self.point.state
-            self.step, self.version, self.best = state["step"], state["policy_version"], state["best"]
-            self.checkpointed = self.step
+            self.step, self.version = state["step"], state["policy_version"]
         store = RunStore.reopen(self.run_dir)
         try:
             record_options(self.run_dir, self.config)
@@ -342,6 +369,7 @@ class Orchestrator:
         return store
 
     def _announce(self, facts: dict[str, Any]) -> None:
+        notices = facts.pop("notices")
         shown = {
             "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
             "on": facts["device"],
@@ -359,7 +387,7 @@ class Orchestrator:
         )
         self.trackers.start(info)
         self.store.event("start", "workers are up", total_steps=self.total_steps, **facts)
-        for notice in self.prepared.notices:
+        for notice in [*self.prepared.notices, *notices]:
             self._note(notice)
         if self.resume:
             for problem in self.point.problems if self.point else []:
@@ -399,26 +427,9 @@ class Orchestrator:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
-    @contextmanager
-    def _interrupts(self) -> Iterator[None]:
-        """Ctrl-C ends the run after the step it is in; a second one ends the process at once."""
-        loop = asyncio.get_running_loop()
-
-        def interrupt() -> None:
-            if self.stopping:
-                os._exit(INTERRUPTED_TWICE)
-            self.stopping = True
-            self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
-
-        try:
-            loop.add_signal_handler(signal.SIGINT, interrupt)
-        except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or not POSIX
-            yield
-            return
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
+    def _interrupt(self) -> None:
+        self.stopping = True
+        self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
 
 
 def make_sync(config: OrchestratorConfig, run_dir: Path, *, shares_modules: bool) -> WeightSync:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig, RewardConfig
-from mrl.data import check_columns, check_prompt_lengths, load_tasks
+from mrl.data import check_columns, check_prompt_lengths, load_rows
+from mrl.data.tasks import Row, rows_to_tasks
 from mrl.engines import ENGINES
 from mrl.errors import ConfigError
 from mrl.models import context_length, load_config, load_tokenizer
@@ -56,7 +57,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     eval_tasks = load_eval_tasks(config)
     for part in (tasks, eval_tasks):
         if part:
-            _check_rewards(rewards, part)
+            check_rewards(rewards, part)
     return _with_model(config, tasks, eval_tasks)
 
 
@@ -83,13 +84,14 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     check_names(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
-    _check_rewards(rewards, tasks)
+    check_rewards(rewards, tasks)
     if by is not None:
         check_columns(tasks, [by], "results are to be grouped by it")
     return _with_model(config, tasks, [])
 
 
-def _check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:
+def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:
+    """Raise RewardError or DataError when a reward cannot score these tasks."""
     rewards.check_columns(list(tasks[0].columns))
     rewards.check_rows([(task.id, task.columns) for task in tasks])
 
@@ -101,6 +103,7 @@ def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
         "reward_weights": reward.reward_weights,
         "reward_timeout": reward.reward_timeout,
         "sandbox": reward.sandbox,
+        "sandbox_options": reward.sandbox_options,
         "sandbox_limits": {
             "wall_seconds": reward.sandbox_timeout,
             "cpu_seconds": reward.sandbox_timeout,
@@ -111,6 +114,11 @@ def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
 
 def load_train_tasks(config: OrchestratorConfig) -> list[Task]:
     """The tasks to train on. Raises ConfigError when none are named, DataError when they will not do."""
+    return rows_to_tasks(*load_train_rows(config))
+
+
+def load_train_rows(config: OrchestratorConfig) -> tuple[list[Row], str]:
+    """The rows behind them, and the dataset's name for errors. Raises ConfigError, DataError."""
     data = config.data
     source = data.train_dataset if data.train_dataset is not None else data.dataset_name
     if source is None:
@@ -122,17 +130,33 @@ def load_train_tasks(config: OrchestratorConfig) -> list[Task]:
 
 def load_eval_tasks(config: OrchestratorConfig) -> list[Task]:
     """The held-out tasks; none when nothing says where they are. Raises ConfigError, DataError."""
+    rows, where = load_eval_rows(config)
+    tasks = rows_to_tasks(rows, where) if rows else []
+    return [tasks[index] for index in _drawn(config, len(tasks))]
+
+
+def load_eval_rows(config: OrchestratorConfig) -> tuple[list[Row], str]:
+    """All rows of the held-out data, of which `eval_samples` are drawn. Raises ConfigError, DataError."""
     data = config.data
     if data.eval_dataset is None and data.eval_split is None:
         if config.training.eval_steps:
             raise ConfigError("eval_steps needs held-out tasks: set eval_split or eval_dataset")
-        return []
+        return [], ""
     source = next(s for s in (data.eval_dataset, data.train_dataset, data.dataset_name) if s is not None)
-    tasks = _load(config, source, data.eval_split or "train", None)
-    if data.eval_samples is None or data.eval_samples >= len(tasks):
-        return tasks
+    return _load(config, source, data.eval_split or "train", None)
+
+
+def draw_eval(config: OrchestratorConfig, rows: list[Row]) -> list[Row]:
+    """The same draw for rows as for tasks."""
+    return [rows[index] for index in _drawn(config, len(rows))]
+
+
+def _drawn(config: OrchestratorConfig, count: int) -> list[int]:
+    wanted = config.data.eval_samples
+    if wanted is None or wanted >= count:
+        return list(range(count))
     # Drawn, not the first: files are often sorted by kind.
-    return random.Random(derive_seed(config.training.seed, "held-out")).sample(tasks, data.eval_samples)
+    return random.Random(derive_seed(config.training.seed, "held-out")).sample(range(count), wanted)
 
 
 def total_steps(config: OrchestratorConfig, tasks: int) -> int:
@@ -175,15 +199,16 @@ def check_names(config: OrchestratorConfig) -> None:
     check_trackers(config.run.report_to)
 
 
-def _load(config: OrchestratorConfig, source: Any, split: str, max_samples: int | None) -> list[Task]:
+def _load(config: OrchestratorConfig, source: Any, split: str, max_samples: int | None) -> tuple[list[Row], str]:
     data = config.data
-    return load_tasks(
+    return load_rows(
         source,
         config=data.dataset_config,
         split=split,
         prompt_column=data.prompt_column,
         rename=data.rename,
         max_samples=max_samples,
+        seed=config.training.seed,
     )
 
 

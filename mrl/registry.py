@@ -37,7 +37,7 @@ class Registry(Generic[T]):
         """Decorator that adds a member. Raises ConfigError when the name is taken."""
 
         def add(member: T) -> T:
-            if name in self.names():
+            if name in self._builtin or name in self._registered:
                 raise ConfigError(f"{self.option}: the name {name!r} is already registered")
             self._registered[name] = member
             return member
@@ -57,7 +57,8 @@ class Registry(Generic[T]):
             return getattr(importlib.import_module(module), attribute)
         points = self._entry_points()
         if name in points:
-            return points[name].load()
+            loaded = points[name].load()
+            return self._registered.get(name, loaded)  # what it names may have registered itself by decorator
         close = difflib.get_close_matches(name, self.names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"{self.option}: {name!r} is not available{hint} (known: {', '.join(self.names())})")

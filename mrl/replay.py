@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import CheckpointError, ConfigError
-from mrl.experience import make_batch
+from mrl.experience import make_batch, reference_samples
 from mrl.resume import is_description, stored_options
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.filters import Filter
@@ -61,13 +61,22 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
     from mrl.workers.actor import ActorWorker
 
     config = _config_for_replay(run, device)
-    actor = ActorWorker(config.model.model_dump(), config.training.model_dump(), _total_steps(run))
+    if config.trl.mode == "simple":
+        raise ConfigError(f"{run}: was trained in simple mode, by TRL's loop, whose steps cannot be replayed")
+    actor = ActorWorker(
+        config.model.model_dump(), config.training.model_dump(), _total_steps(run), config.algorithm.model_dump()
+    )
     actor.initialize()
     start = _begin_from_checkpoint(run, step, actor)
+    temperature = config.generation.temperature
     metrics: dict[str, float] = {}
     for number in range(start + 1, step + 1):
         actor.keep_gradient_norms = number == step
-        metrics = actor.train_step(make_batch(_groups(run, number), config))
+        groups = _groups(run, number)
+        samples = reference_samples(groups, config)  # all at once, as the run did: the last bits depend on it
+        for sample, logprobs in zip(samples, actor.reference_logprobs(samples, temperature), strict=True):
+            sample.reference_logprobs = logprobs
+        metrics = actor.train_step(make_batch(groups, config))
     shown = [Difference(name, recorded[step][name], value) for name, value in metrics.items() if name in recorded[step]]
     norms = dict(sorted(actor.gradient_norms.items(), key=lambda item: -item[1]))
     actor.close()
@@ -93,12 +102,13 @@ def _begin_from_checkpoint(run: Path, step: int, actor: Any) -> int:
 
 def _groups(run: Path, step: int) -> list[Group]:
     """The step's groups as they were scored, in their order."""
-    groups: dict[str, Group] = {}
+    groups: dict[int, Group] = {}  # one task may have several: dynamic sampling comes round to it again
     with RunReader(run) as reader:
         rows = list(reader.rollouts(Filter(step=step)))
     for row in rows:
         rollout = to_rollout(row)
-        groups.setdefault(rollout.task_id, Group(Task(rollout.task_id, rollout.prompt), [])).rollouts.append(rollout)
+        task = Task(rollout.task_id, rollout.prompt)
+        groups.setdefault(row["group"], Group(task, [])).rollouts.append(rollout)
     return list(groups.values())
 
 

@@ -10,17 +10,20 @@ from mrl.store.filters import Filter
 from mrl.store.read import RunReader
 
 SMOOTHING_STEPS = 10
-PNG = "reward.png"
+SHOWN = (("reward", "reward/mean", "pass rate", "eval/pass_rate"), ("loss", "train/loss", "loss", "eval/loss"))
+"""What is drawn, in training and on held-out data: the first that the run recorded."""
 
 
 @dataclass
 class Curve:
-    """A run's rewards by step."""
+    """A run's rewards by step; its losses, where it trained on examples and had no rewards."""
 
     steps: list[int]
     rewards: list[float]
     eval_steps: list[int]
     eval_pass_rates: list[float]
+    what: str = "reward"
+    eval_what: str = "pass rate"
 
     @property
     def smoothed(self) -> list[float]:
@@ -32,13 +35,15 @@ class Curve:
 def read_curve(run: Path) -> Curve:
     """The rewards recorded in a run's folder. Raises StoreError when it has no store that can be read."""
     with RunReader(run) as reader:
-        trained = reader.series("reward/mean")
-        held_out = reader.series("eval/pass_rate", "eval")
+        what, name, eval_what, eval_name = next((s for s in SHOWN if reader.series(s[1])), SHOWN[0])
+        trained, held_out = reader.series(name), reader.series(eval_name, "eval")
     return Curve(
         [step for step, _ in trained],
-        [reward for _, reward in trained],
+        [value for _, value in trained],
         [step for step, _ in held_out],
-        [rate for _, rate in held_out],
+        [value for _, value in held_out],
+        what,
+        eval_what,
     )
 
 
@@ -51,14 +56,16 @@ def write_png(run: Path) -> Path | None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(curve.steps, curve.rewards, color="tab:blue", alpha=0.3, linewidth=1, label="reward of each step")
+    axes.plot(curve.steps, curve.rewards, color="tab:blue", alpha=0.3, linewidth=1, label=f"{curve.what} of each step")
     axes.plot(curve.steps, curve.smoothed, color="tab:blue", linewidth=2, label=f"mean of {SMOOTHING_STEPS} steps")
     if curve.eval_steps:
-        axes.plot(curve.eval_steps, curve.eval_pass_rates, "o-", color="tab:orange", label="held-out pass rate")
-    axes.set(xlabel="step", ylabel="reward", title=run.name)
+        axes.plot(
+            curve.eval_steps, curve.eval_pass_rates, "o-", color="tab:orange", label=f"held-out {curve.eval_what}"
+        )
+    axes.set(xlabel="step", ylabel=curve.what, title=run.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    path = run / PNG
+    path = run / f"{curve.what}.png"
     figure.savefig(path, dpi=130)
     return path
 
@@ -73,9 +80,9 @@ def draw_terminal(run: Path, width: int = 76, height: int = 16) -> str:
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(width, height)
-    plotext.plot(curve.steps, curve.smoothed, label=f"reward (mean of {SMOOTHING_STEPS} steps)", marker="braille")
+    plotext.plot(curve.steps, curve.smoothed, label=f"{curve.what} (mean of {SMOOTHING_STEPS} steps)", marker="braille")
     if curve.eval_steps:
-        plotext.plot(curve.eval_steps, curve.eval_pass_rates, label="held-out pass rate", marker="o")
+        plotext.plot(curve.eval_steps, curve.eval_pass_rates, label=f"held-out {curve.eval_what}", marker="o")
     plotext.xlabel("step")
     return str(plotext.uncolorize(plotext.build()))
 

@@ -104,8 +104,11 @@ def record_options(run: Path, config: OrchestratorConfig) -> None:
 
 def check_same_run(run: Path, config: OrchestratorConfig) -> None:
     """Raise ConfigError when options changed that would make it another run and `allow_change` does not name them."""
-    before = stored_options(run)
-    now = {name: value for section in config.to_dict().values() for name, value in section.items()}
+    now, default = (
+        {name: value for section in options.to_dict().values() for name, value in section.items()}
+        for options in (config, OrchestratorConfig())
+    )
+    before = default | stored_options(run)  # an option that is newer than the run was at its default
     allowed = MAY_CHANGE | set(config.run.allow_change)
     unknown = set(config.run.allow_change) - set(now)
     if unknown:

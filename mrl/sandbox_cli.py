@@ -51,17 +51,16 @@ def run(argv: list[str]) -> int:
     from dataclasses import replace
 
     from mrl.rewards.code import parse_tests
-    from mrl.sandbox import SANDBOXES, Limits, Program
+    from mrl.sandbox import Limits, Program, make_factory
 
     extra = {
         "file": argument("The program.", positional=True, required=True),
         "tests": argument('JSON: a list of assert lines, or of {"input": ..., "output": ...}.', required=True),
         "timeout": argument("Wall-clock and CPU seconds.", default="30", kind=float),
         "memory_mb": argument("Memory in MB.", default="512", kind=int),
-        "sandbox": argument("Which sandbox.", default="auto"),
         "json": _JSON,
     }
-    given = parse("mrl sandbox run", run.__doc__ or "", argv, options=[], extra=extra)
+    given = parse("mrl sandbox run", run.__doc__ or "", argv, options=["sandbox", "sandbox_options"], extra=extra)
     code, tests = _read(given["file"], "file"), _read(given["tests"], "tests")
     limits = Limits()
     if "timeout" in given:
@@ -72,10 +71,11 @@ def run(argv: list[str]) -> int:
         if given["memory_mb"] < 16:
             raise ConfigError(f"memory_mb: {given['memory_mb']} is not enough for Python; try 512")
         limits = replace(limits, memory_mb=given["memory_mb"])
-    program = Program(code, parse_tests(_parse_json(tests, given["tests"])), limits)
+    make_sandbox = make_factory(given.get("sandbox", "auto"), given.get("sandbox_options"))
+    program = Program(code, parse_tests(_parse_json(tests, f"tests: {given['tests']!r}")), limits)
 
     async def judge() -> Any:
-        member = SANDBOXES.get(given.get("sandbox", "auto"))()
+        member = make_sandbox()
         try:
             return (await member.run([program]))[0]
         finally:
@@ -120,7 +120,7 @@ def _parse_json(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"tests: {name!r} is not JSON: {error}") from None
+        raise ConfigError(f"{name} is not JSON: {error}") from None
 
 
 def _print_json(value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Coroutine
 from datetime import datetime
@@ -39,9 +40,24 @@ class MRLTrainer:
 
         Works in a notebook too, where an event loop is already running.
         """
-        result = run_to_end(Orchestrator(self.config, self.run_dir, resume=self.resume).run())
+        result = run_to_end(self._run())
         write_png(self.run_dir)
         return result
+
+    def _run(self) -> Coroutine[Any, Any, RunResult]:
+        if self.config.trl.mode == "simple":
+            from mrl.simple.run import SimpleRun
+
+            return SimpleRun(self.config, self.run_dir, resume=self.resume).run()
+        return Orchestrator(self.config, self.run_dir, resume=self.resume).run()
+
+
+def train_simple(**options: Any) -> RunResult:
+    """Train with one of TRL's trainers (docs/simple-mode.md); `MRLTrainer(mode="simple", **options).train()`.
+
+    train_simple(model="starter", dataset_name="answers.jsonl", algorithm="sft", max_steps=10)
+    """
+    return MRLTrainer(**{"mode": "simple", **options}).train()
 
 
 def make_config(options: dict[str, Any]) -> OrchestratorConfig:
@@ -72,7 +88,8 @@ def choose_run_dir(config: OrchestratorConfig) -> Path:
     if config.run.run_name is not None:
         return runs_root() / config.run.run_name
     model = Path(config.model.model).name or "model"
-    data = Path(config.data.dataset_name).stem if config.data.dataset_name else "data"
+    named = config.data.dataset_name
+    data = re.sub(r"[^\w.-]+", "-", named if ":" in named else Path(named).stem) if named else "data"
     return runs_root() / f"{model}-{data}-{datetime.now():%Y%m%d-%H%M%S}"
 
 

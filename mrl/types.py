@@ -8,6 +8,7 @@ sampler produced is what is trained on, id by id.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,6 +129,8 @@ class Sample:
     policy_version: int | list[int]
     """Of the weights that produced it; per token when they changed midway."""
     finish_reason: FinishReason = "stop"
+    reference_logprobs: list[float] | None = field(default=None, repr=False, compare=False)
+    """Of the policy before training, where a KL term needs them and they are known already."""
 
 
 RolloutStatus = Literal["ok", "failed"]
@@ -150,7 +153,10 @@ class Rollout:
     """`None` = it could not be scored, which is never the same as 0."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     step_rewards: list[float] = field(default_factory=list)
+    """What the environment gave for each turn of the policy, in order (mrl.algorithms.turns). They are parts of
+    `reward`; what it holds beyond their sum came at the end."""
     advantage: float | None = None
+    """The mean over its sampled tokens where they differ."""
     status: RolloutStatus = "ok"
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -191,8 +197,8 @@ class TrainBatch:
     """What the actor gets: samples and advantages, nothing of where they came from."""
 
     samples: list[Sample]
-    advantages: list[float]
-    """One per sample."""
+    advantages: Sequence[float | list[float]]
+    """One per sample, or for a sample one per completion token."""
     num_sequences: int
     """Sequences the loss is averaged over: these samples, and those left out because nothing is to be learned from them
     or for their length."""

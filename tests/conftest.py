@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mrl.workers.rows import Rows
 
 # Tiny models are fastest on one thread, and two pools of threads on a busy machine wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -80,3 +87,39 @@ def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def untied_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same with a head of its own."""
     return str(build_model(tmp_path_factory.mktemp("models") / "for-vllm-untied", tied=False, **VLLM_SHAPE))
+
+
+@pytest.fixture(scope="session")
+def rows_of() -> Callable[..., Rows]:
+    """Makes the actor's rows of tables that are given, in the place of a batch of samples."""
+    import torch
+
+    from mrl.types import Sample
+    from mrl.workers.rows import Rows
+
+    def make(
+        lengths: list[int],
+        mask_BT: Tensor,
+        advantages_BT: Tensor,
+        sampler_BT: Tensor,
+        old_BT: Tensor | None = None,
+        ref_BT: Tensor | None = None,
+    ) -> Rows:
+        rows, width = mask_BT.shape
+        ids_BT = torch.zeros(rows, width, dtype=torch.long)
+        return Rows(
+            samples=[Sample([], [0] * n, [0.0] * n, [1] * n, 0) for n in lengths],
+            ids_BL=ids_BT,
+            prompt_lengths_B=torch.zeros(rows, dtype=torch.long),
+            completion_lengths_B=torch.tensor(lengths),
+            completion_BT=ids_BT,
+            mask_BT=mask_BT,
+            advantages_BT=advantages_BT,
+            sampler_logprobs_BT=sampler_BT,
+            temperature=1.0,
+            weights_BT=torch.empty_like(mask_BT),
+            old_logprobs_BT=old_BT,
+            ref_logprobs_BT=ref_BT,
+        )
+
+    return make

@@ -133,10 +133,10 @@ def test_options_without_a_meaning_here_are_said() -> None:
 
 def test_recipes_read_numbers_as_people_write_them(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("learning_rate: 1e-5\ntraining:\n  epsilon: 2e-1\nmodel: starter-2e\n")
+    path.write_text("learning_rate: 1e-5\nalgorithm:\n  epsilon: 2e-1\nmodel: starter-2e\n")
     config = OrchestratorConfig.from_flat(**load_yaml(path))
     assert config.training.learning_rate == 1e-5
-    assert config.training.epsilon == 0.2
+    assert config.algorithm.epsilon == 0.2
     assert config.model.model == "starter-2e"
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.store.run import read_rows
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -46,6 +48,14 @@ def test_two_rewards(folder: Path) -> None:
     assert "train/kl" in metrics
 
 
+def test_custom_loss(folder: Path) -> None:
+    out = run([sys.executable, "examples/custom_loss.py"], folder)
+    largest = float(out.rpartition("ratio up to ")[2])
+    assert largest > 1.0  # the second update of a step is off the policy that sampled
+    lines = (EXAMPLES / "custom_loss.py").read_text().splitlines()
+    assert len(lines) < 30
+
+
 def test_tasks_with_test_cases(folder: Path) -> None:
     out = run(mrl("eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json"), folder)
     report = json.loads(out)
@@ -53,7 +63,29 @@ def test_tasks_with_test_cases(folder: Path) -> None:
     assert report["unscored"] == 0
 
 
+@pytest.mark.slow
+def test_sums(folder: Path) -> None:
+    """Two steps of each stage; that it learns is seen in tests/test_learning.py."""
+    out = run([sys.executable, "examples/sums.py", "--sft-steps", "2", "--max-steps", "2"], folder)
+    assert "after 2 steps" in out
+
+
+def test_math_answers(folder: Path) -> None:
+    small = ["--model", "starter", "--max-steps", "1", "--max-completion-length", "16", "--json"]
+    metrics = json.loads(run(mrl("train", "math_answers.yaml", *small), folder / "examples"))["metrics"]
+    assert metrics["reward/math_verify/mean"] == metrics["reward/mean"]
+    assert metrics["rollout/failed_fraction"] == 0
+
+
+def test_sft(folder: Path) -> None:
+    out = run(mrl("train", "sft.yaml", "--num-epochs", "3", "--run-name", "r"), folder / "examples")
+    assert "loss.png" in out
+    assert len(list(read_rows(folder / "examples" / "runs" / "r", "metrics"))) == 3
+
+
 def test_every_example_is_run_here() -> None:
     named = Path(__file__).read_text()
     for path in EXAMPLES.iterdir():
-        assert path.name in named or path.name == "my_rewards.py", f"{path.name} is run by no test"
+        assert path.name in named or path.name in ("my_rewards.py", "answers.jsonl", "math_answers.jsonl"), (
+            f"{path.name} is run by no test"
+        )

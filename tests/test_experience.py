@@ -54,7 +54,7 @@ def test_leaving_out_samples_without_advantage_changes_no_gradient(tiny_model: s
     samples = [r.samples[0] for r in rows]
     gradients = []
     for keep, advantages in (([0, 1, 2], [1.0, -1.0, 0.0]), ([0, 1], [1.0, -1.0])):
-        actor = ActorWorker({"model": tiny_model, "device": "cpu"}, {"loss_type": "dapo"}, 1)
+        actor = ActorWorker({"model": tiny_model, "device": "cpu"}, {}, 1, {"loss_type": "dapo"})
         actor.initialize()
         actor.train_step(TrainBatch([samples[i] for i in keep], advantages, num_sequences=3, num_tokens=12))
         gradients.append([state["exp_avg"] for state in actor.optimizer.state.values()])

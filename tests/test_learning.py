@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from mrl import MRLTrainer, OrchestratorConfig
 from mrl.evaluation import evaluate
 from mrl.flags import config_from
 from mrl.rewards import reward_helper_function
+from mrl.store.run import read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -63,3 +66,15 @@ def test_nothing_is_learned_from_shuffled_rewards(before: float, tmp_path: Path)
         return rewards
 
     assert train(tmp_path / "run", reward_funcs=shuffled) <= before + 0.05
+
+
+def test_a_policy_taught_sums_by_example_gets_better_by_reward(tmp_path: Path) -> None:
+    """examples/sums.py: reasoning-gym's sums, held-out pass rate before and after the rewards."""
+    example = Path(__file__).parent.parent / "examples" / "sums.py"
+    command = [sys.executable, str(example), "--max-steps", "100"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    run = max((tmp_path / "runs").iterdir(), key=lambda folder: folder.stat().st_mtime)
+    rates = [row["eval/pass_rate"] for row in read_rows(run, "eval_metrics")]
+    assert rates[0] > 0.2  # by example
+    assert rates[-1] > rates[0] + 0.1  # by reward

@@ -26,6 +26,11 @@ class LossTerms:
     advantages_BT: Tensor
     """Broadcast over the tokens of a sequence, unless they differ by token."""
     mask_BT: Tensor
+    correction_BT: Tensor | None = None
+    """Weight of the sampler/trainer correction (mrl.algorithms.mismatch), for losses that apply it themselves."""
+
+
+Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -36,29 +41,47 @@ class LossSettings:
     epsilon_high: float = 0.2
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    delta: float | None = None
+    level: Level = "token"
+    """Whether the ratio π/π_old is a token's or a sequence's (mrl.algorithms.ratio)."""
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss before aggregation, and what it did to each token."""
+    """A loss before aggregation, and what it did to each token. What is left out is not in the step's metrics."""
 
     loss_BT: Tensor
-    ratio_BT: Tensor
-    clipped_low_BT: Tensor
+    ratio_BT: Tensor | None = None
+    """Detached."""
+    clipped_low_BT: Tensor | None = None
     """1 where the lower clip took the gradient away."""
-    clipped_high_BT: Tensor
+    clipped_high_BT: Tensor | None = None
 
 
-Normalization = Literal["sequences", "tokens", "max_length"]
+Normalization = Literal["sequences", "tokens", "max_length", "sequence_sums"]
+PerToken = Callable[[LossTerms, LossSettings], PolicyLoss]
 
 
 @dataclass(frozen=True)
 class Loss:
     """One member of `LOSSES`."""
 
-    per_token: Callable[[LossTerms, LossSettings], PolicyLoss]
-    normalization: Normalization
-    """sequences: mean of each sequence's mean; tokens: mean over all tokens; max_length: sum over a constant length."""
+    per_token: PerToken
+    normalization: Normalization = "tokens"
+    """sequences: mean of each sequence's mean; tokens: mean over all tokens; max_length: sum over a constant length;
+    sequence_sums: mean of each sequence's sum."""
+    options: tuple[str, ...] = ()
+    """Options of `AlgorithmConfig` it reads. Those it does not read are refused beside it."""
+    levels: tuple[Level, ...] = ("token",)
+    """What `importance_sampling_level` may be; the first is the default."""
+    corrects: bool = False
+    """It applies `correction_BT` itself; else its tokens are weighed by it."""
+    reuse: bool = True
+    """It may be used for more than one update per batch (`num_iterations`)."""
 
 
 def token_weights(
@@ -74,4 +97,6 @@ def token_weights(
         return mask_BT / max(num_tokens, 1)
     if normalization == "sequences":
         return mask_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
+    if normalization == "sequence_sums":
+        return mask_BT / num_sequences
     return mask_BT / (num_sequences * max_completion_length)

@@ -6,6 +6,6 @@ that recipes written for TRL run (`loss_type="bnpo"`, one micro-batch: the same 
 """
 
 from mrl.algorithms.base import Loss
-from mrl.algorithms.clipping import clipped_surrogate
+from mrl.algorithms.clipping import OPTIONS, clipped_surrogate
 
-BNPO = Loss(clipped_surrogate, normalization="tokens")
+BNPO = Loss(clipped_surrogate, normalization="tokens", options=OPTIONS, levels=("token", "sequence"))

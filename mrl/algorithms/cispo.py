@@ -6,21 +6,24 @@ Every token keeps its gradient A ∇log π; the ratio only scales it, detached, 
 
 from __future__ import annotations
 
-import torch
-
 from mrl.algorithms.base import Loss, LossSettings, LossTerms, PolicyLoss
+from mrl.algorithms.ratio import importance_ratio
 
 
 def cispo(terms: LossTerms, settings: LossSettings) -> PolicyLoss:
     """-sg(min(r, ε_max)) A log π; B×T."""
-    ratio_BT = torch.exp(terms.logprobs_BT - terms.old_logprobs_BT).detach()
+    ratio_BT = importance_ratio(terms, settings.level).detach()
     loss_BT = -ratio_BT.clamp(max=settings.epsilon_high) * terms.advantages_BT * terms.logprobs_BT
     return PolicyLoss(
         loss_BT,
         ratio_BT,
-        clipped_low_BT=torch.zeros_like(ratio_BT, dtype=torch.bool),
         clipped_high_BT=(ratio_BT > settings.epsilon_high) & (terms.advantages_BT > 0),
     )
 
 
-CISPO = Loss(cispo, normalization="tokens")
+CISPO = Loss(
+    cispo,
+    normalization="tokens",
+    options=("epsilon_high", "importance_sampling_level"),
+    levels=("token", "sequence"),
+)

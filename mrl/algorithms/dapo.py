@@ -5,6 +5,6 @@ asymmetrically ("clip-higher": epsilon 0.2, epsilon_high 0.28).
 """
 
 from mrl.algorithms.base import Loss
-from mrl.algorithms.clipping import clipped_surrogate
+from mrl.algorithms.clipping import OPTIONS, clipped_surrogate
 
-DAPO = Loss(clipped_surrogate, normalization="tokens")
+DAPO = Loss(clipped_surrogate, normalization="tokens", options=OPTIONS, levels=("token", "sequence"))

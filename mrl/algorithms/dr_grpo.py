@@ -5,6 +5,6 @@ leaves out the division by the group's standard deviation: `scale_rewards: none`
 """
 
 from mrl.algorithms.base import Loss
-from mrl.algorithms.clipping import clipped_surrogate
+from mrl.algorithms.clipping import OPTIONS, clipped_surrogate
 
-DR_GRPO = Loss(clipped_surrogate, normalization="max_length")
+DR_GRPO = Loss(clipped_surrogate, normalization="max_length", options=OPTIONS, levels=("token", "sequence"))

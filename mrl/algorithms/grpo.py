@@ -4,6 +4,6 @@ Each sequence counts the same, so a token of a long one counts less. The KL term
 """
 
 from mrl.algorithms.base import Loss
-from mrl.algorithms.clipping import clipped_surrogate
+from mrl.algorithms.clipping import OPTIONS, clipped_surrogate
 
-GRPO = Loss(clipped_surrogate, normalization="sequences")
+GRPO = Loss(clipped_surrogate, normalization="sequences", options=OPTIONS, levels=("token", "sequence"))

@@ -1,8 +1,13 @@
 """Correction for the difference between the distribution that was sampled and the one being trained.
 
-The two differ by engine and precision, and by top-p, top-k or min-p, which the trainer does not apply. Each token is
-weighed by π_old / π_sampler (truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings
-You Off-Policy RL Training", 2025).
+The two differ by engine and precision, and by top-p, top-k or min-p, which the trainer does not apply. w = π_old /
+π_sampler weighs what was sampled, of each token or of the whole sequence (the product over its tokens). It is kept
+within bounds, since a few large ones would outweigh everything:
+
+- truncated: moved to the nearest bound (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+  Training", 2025);
+- masked: 0 outside the bounds (Liu et al., "When Speed Kills Stability", 2025). With a lower bound on tokens this is
+  IcePop (Zhao et al., "Small Leak Can Sink a Great Ship", 2025; 0.5 to 5.0 there).
 """
 
 from __future__ import annotations
@@ -12,18 +17,35 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Correction = Literal["none", "truncated", "masked"]
+Correction = Literal["none", "truncated", "masked", "sequence_truncated", "sequence_masked"]
 
 
 def importance_weights(
-    old_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, correction: Correction, cap: float
+    old_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    correction: Correction,
+    cap: float | None,
+    floor: float | None = None,
 ) -> Tensor:
-    """Weight of each token's policy loss, B×T: min(w, cap) for `truncated`, w or 0 above the cap for `masked`, else 1.
+    """Weight of each token's policy loss, B×T. cap, floor: bounds of w; None = none on that side.
 
-    Positions outside the mask weigh 1 (the mask removes them later).
+    Positions outside the mask weigh 1 (the mask removes them later), and have no part in a sequence's weight.
     """
     if correction == "none":
         return torch.ones_like(old_logprobs_BT)
-    weights_BT = torch.exp(old_logprobs_BT - sampler_logprobs_BT)
-    weights_BT = weights_BT.clamp(max=cap) if correction == "truncated" else weights_BT * (weights_BT <= cap)
-    return torch.where(mask_BT.bool(), weights_BT, torch.ones_like(weights_BT))
+    inside_BT = mask_BT.bool()
+    log_weights_BT = torch.where(inside_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
+    if correction.startswith("sequence_"):
+        log_weights_BT = log_weights_BT.sum(dim=1, keepdim=True).expand_as(log_weights_BT)
+    weights_BT = torch.exp(log_weights_BT)
+    if correction.endswith("truncated"):
+        weights_BT = weights_BT.clamp(min=floor or 0.0, max=cap)
+    else:
+        outside_BT = torch.zeros_like(inside_BT)
+        if cap is not None:
+            outside_BT = outside_BT | (weights_BT > cap)
+        if floor is not None:
+            outside_BT = outside_BT | (weights_BT < floor)
+        weights_BT = weights_BT.masked_fill(outside_BT, 0.0)
+    return torch.where(inside_BT, weights_BT, 1.0)

@@ -5,15 +5,18 @@ flags use them flat (`learning_rate`, not `training.learning_rate`): no two sect
 under each field is its documentation and the command line's help.
 """
 
+from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
 from mrl.config.orchestrator import OrchestratorConfig, flat_fields, nest
 from mrl.config.recipe import load_yaml
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.serving import ServingConfig
+from mrl.config.simple import SimpleConfig
 from mrl.config.training import TrainingConfig
 
 __all__ = [
+    "AlgorithmConfig",
     "DataConfig",
     "GenerationConfig",
     "ModelConfig",
@@ -22,6 +25,7 @@ __all__ = [
     "RunConfig",
     "RuntimeConfig",
     "ServingConfig",
+    "SimpleConfig",
     "TrainingConfig",
     "flat_fields",
     "load_yaml",

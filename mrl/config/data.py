@@ -16,7 +16,8 @@ class DataConfig(Section):
     train_dataset: Any = None
     """A `datasets.Dataset`, a list of dicts, or a callable that returns either (Python only)."""
     dataset_name: str | None = None
-    """Hub id, local folder or file (jsonl, json, csv, parquet), or `tiny-code` (the shipped tasks)."""
+    """Hub id, local folder or file (jsonl, json, csv, parquet), `tiny-code` (the shipped tasks), or
+    `reasoning_gym:TASK?option=value` (generated ones, e.g. `reasoning_gym:chain_sum?min_terms=2`)."""
     dataset_config: str | None = None
     """Configuration (subset) of a Hub dataset."""
     dataset_split: str = "train"

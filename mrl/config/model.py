@@ -25,6 +25,9 @@ class ModelConfig(Section):
     """`cpu`, `cuda`, `cuda:1`, `mps`; `auto` takes the best there is."""
     max_model_len: int = Field(16384, ge=2)
     """Most tokens of prompt and completion together; lowered to what the model was made for."""
+    max_decode_rows: int | None = Field(None, ge=1)
+    """Completions that a rollout worker decodes at once; the others wait until one ends. None = as many as the
+    machine's memory is good for. It changes no completion, only memory and speed."""
     use_lora: bool = False
     """Train a low-rank adapter (LoRA, arXiv 2106.09685) instead of all weights."""
     lora_r: int = Field(16, ge=1)

@@ -8,11 +8,14 @@ from typing import Any, Self
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from mrl.algorithms import LOSSES
+from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.section import Section, unknown_option
 from mrl.config.serving import ServingConfig
+from mrl.config.simple import SimpleConfig
 from mrl.config.training import TrainingConfig
 from mrl.errors import ConfigError
 
@@ -23,11 +26,13 @@ class OrchestratorConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     serving: ServingConfig = Field(default_factory=ServingConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+    trl: SimpleConfig = Field(default_factory=SimpleConfig)
 
     @field_validator("model", mode="before")
     @classmethod
@@ -52,33 +57,62 @@ class OrchestratorConfig(Section):
 
     @model_validator(mode="after")
     def _sampling_stops_where_training_does(self) -> Self:
-        given = self.training.model_fields_set | self.generation.model_fields_set
+        given = self.algorithm.model_fields_set | self.generation.model_fields_set
         if "max_completion_length" in given and "max_tokens" not in given:
-            self.generation.max_tokens = self.training.max_completion_length
+            self.generation.max_tokens = self.algorithm.max_completion_length
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_goes_with_the_rest(self) -> Self:
+        algorithm, sampled = self.algorithm, self.generation.max_tokens
+        if self.training.num_iterations > 1 and not LOSSES.get(algorithm.loss_type).reuse:
+            raise ConfigError(
+                f"num_iterations: loss_type {algorithm.loss_type} has no ratio that would hold a second update to the "
+                "policy that sampled; use num_iterations: 1, or another loss_type, e.g. dapo"
+            )
+        free = algorithm.max_completion_length - algorithm.soft_punish_cache
+        if algorithm.soft_punish_cache and sampled <= free:
+            raise ConfigError(
+                f"soft_punish_cache: completions end at max_tokens ({sampled}), before the {free} tokens from which "
+                "they would be punished; set max_completion_length to max_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_may_bring_their_reward(self) -> Self:
+        from mrl.data.sources import own_reward
+
+        if self.reward.reward_funcs is None and self.data.dataset_name is not None:
+            self.reward.reward_funcs = own_reward(self.data.dataset_name)
         return self
 
     def notices(self) -> list[str]:
         """What a user should know before the run starts: where one option changes what another means."""
         notes = []
-        limit, sampled = self.training.max_completion_length, self.generation.max_tokens
+        limit, sampled = self.algorithm.max_completion_length, self.generation.max_tokens
         if sampled > limit:
             notes.append(
                 f"max_tokens ({sampled}) is above max_completion_length ({limit}): completions longer than {limit} "
                 "tokens are scored and stored whole, and left out of the loss (counted as rollout/overlong). "
                 f"Set max_tokens to {limit} to stop sampling there."
             )
-        elif sampled < limit and "max_completion_length" in self.training.model_fields_set:
+        elif sampled < limit and "max_completion_length" in self.algorithm.model_fields_set:
             notes.append(f"max_tokens ({sampled}) ends completions before max_completion_length ({limit}).")
         if self.runtime.backend == "inline":
             ignored = [n for n in ("actor_gpu", "rollout_gpu") if n in self.runtime.model_fields_set]
             if ignored:
                 notes.append(f"{' and '.join(ignored)}: backend inline rents no machines and uses this one's device.")
-        if self.training.importance_sampling == "none" and (
+        if self.algorithm.importance_sampling == "none" and (
             self.generation.top_p < 1 or self.generation.top_k or self.generation.min_p
         ):
             notes.append(
                 "top_p, top_k or min_p cut the sampled distribution and importance_sampling is none: the policy "
                 "gradient is biased. Use importance_sampling: truncated, or sample from everything (top_p: 1)."
+            )
+        if self.algorithm.loss_type == "gspo" and "epsilon" not in self.algorithm.model_fields_set:
+            notes.append(
+                f"epsilon ({self.algorithm.epsilon}): gspo's ratios hardly leave 1, so this clips nothing. Its paper "
+                "uses epsilon: 3e-4 and epsilon_high: 4e-4."
             )
         return notes
 
@@ -101,6 +135,8 @@ def nest(options: dict[str, Any]) -> dict[str, Any]:
             values = value if isinstance(value, dict) else _set_values(name, value)
             for inner in values:
                 if inner not in sections[name].annotation.model_fields:  # type: ignore[union-attr]
+                    if inner in fields:
+                        raise ConfigError(f"{name}.{inner}: {inner} is an option of {fields[inner][0]}; move it there")
                     raise ConfigError(unknown_option(f"{name}.{inner}", inner, list(fields)))
             _merge(nested.setdefault(name, {}), values)
         elif name in fields:

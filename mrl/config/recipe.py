@@ -27,13 +27,21 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
         raise ConfigError(f"{path}: a recipe is a list of `option: value` lines, found {type(options).__name__}")
-    return {key: _yaml_numbers(value) for key, value in options.items()}
+    return {key: yaml_numbers(value) for key, value in options.items()}
 
 
-def _yaml_numbers(value: Any) -> Any:
+def yaml_value(text: str) -> Any:
+    """One value as a recipe would have it: `true`, `1e-5`, `[1, 2]`, text. Raises ConfigError."""
+    try:
+        return yaml_numbers(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r} is not a YAML value ({getattr(error, 'problem', error)})") from None
+
+
+def yaml_numbers(value: Any) -> Any:
     """YAML 1.1 reads `1e-5` as text (it wants `1.0e-5`); people write the former."""
     if isinstance(value, dict):
-        return {key: _yaml_numbers(inner) for key, inner in value.items()}
+        return {key: yaml_numbers(inner) for key, inner in value.items()}
     if isinstance(value, str) and "e" in value.lower() and value[:1] in "+-.0123456789":
         try:
             return float(value)

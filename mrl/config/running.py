@@ -32,16 +32,21 @@ class RewardConfig(Section):
     """The score: which functions, how they are joined, where untrusted code runs."""
 
     reward_funcs: Any = None
-    """One or several of: `sandbox` (run the tests: 0 or 1), `sandbox_partial` (fraction passed), `file.py:function`,
-    `package.module:function`, or callables (Python only). None = `sandbox`."""
+    """One or several of: `sandbox` (run the tests: 0 or 1), `sandbox_partial` (fraction passed), `math_verify` (equal
+    to the column `answer`), `reasoning_gym` (its tasks' verifier), `file.py:function`, `package.module:function`, or
+    callables (Python only). None = the dataset's own where it has one, else `sandbox`."""
     reward_weights: list[float] | None = None
     """Weights of a sum over the functions; None = their mean."""
     reward_timeout: float = Field(60.0, gt=0)
     """Seconds a reward function may take for one batch."""
     sandbox: str = "auto"
     """Where tested programs run: `auto` = `local`, isolated on this machine, where that works (`mrl sandbox check`),
-    else an error; `process` = limits only, for code that does not set out to cheat."""
-    sandbox_timeout: float = Field(10.0, gt=0)
+    else an error; `modal` = on machines of Modal's; `process` = limits only, for code that does not set out to
+    cheat."""
+    sandbox_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the sandbox by name, e.g. `{"slots": 4, "modules": ["numpy"]}` for `auto` and `local`, `{"machines":
+    8}` for `modal`; docs/sandbox.md lists them."""
+    sandbox_timeout: float = Field(30.0, gt=0)
     """Wall-clock and CPU seconds a tested program may take."""
     sandbox_memory_mb: int = Field(512, ge=32)
     """Address space a tested program may use, in MB."""

@@ -22,10 +22,15 @@ class Section(BaseModel):
             raise ConfigError(explain(type(self), error)) from None
 
 
+def changed_options(section: Section, names: tuple[str, ...]) -> list[str]:
+    """Those of `names` whose value is not the default."""
+    fields = type(section).model_fields
+    return [n for n in names if getattr(section, n) != fields[n].get_default(call_default_factory=True)]
+
+
 def refuse_changed(section: Section, names: tuple[str, ...], needs: str) -> None:
-    for name in names:
-        if getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True):
-            raise ConfigError(f"{name} has an effect only with {needs}: set that, or leave {name} out")
+    for name in changed_options(section, names):
+        raise ConfigError(f"{name} has an effect only with {needs}: set that, or leave {name} out")
 
 
 def unknown_option(shown: str, name: str, known: list[str]) -> str:

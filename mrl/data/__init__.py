@@ -7,9 +7,9 @@
 Sources by name ("tiny-code", "name:argument") are an open set: one file, one line in `DATASETS`.
 """
 
-from mrl.data.load import load_tasks
+from mrl.data.load import load_rows, load_tasks
 from mrl.data.order import TaskOrder
 from mrl.data.sources import DATASETS, DatasetSource
 from mrl.data.tasks import check_columns, check_prompt_lengths
 
-__all__ = ["DATASETS", "DatasetSource", "TaskOrder", "check_columns", "check_prompt_lengths", "load_tasks"]
+__all__ = ["DATASETS", "DatasetSource", "TaskOrder", "check_columns", "check_prompt_lengths", "load_rows", "load_tasks"]

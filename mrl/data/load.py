@@ -64,6 +64,29 @@ def load_tasks(
     content. None entries inside nested values of Arrow data are removed: Arrow gives every struct every key.
     Raises DataError naming file, row (from 0) and column.
     """
+    rows, where = load_rows(
+        source,
+        config=config,
+        split=split,
+        prompt_column=prompt_column,
+        rename=rename,
+        max_samples=max_samples,
+        seed=seed,
+    )
+    return rows_to_tasks(rows, where)
+
+
+def load_rows(
+    source: Any,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    prompt_column: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    max_samples: int | None = None,
+    seed: int = 0,
+) -> tuple[list[Row], str]:
+    """The rows behind `load_tasks`, for data whose rows are no tasks, and the name errors give it. Raises DataError."""
     if max_samples is not None and max_samples < 0:
         raise DataError(f"max_samples is {max_samples}: give the number of rows, 0 for all")
     limit = max_samples or None
@@ -77,8 +100,7 @@ def load_tasks(
             raise DataError(f"{where}: row {index}: the column name {bad!r} is of type {type(bad).__name__}, not text")
     if not rows:
         raise DataError(f"{where}: the dataset is empty")
-    rows = rename_columns(rows, _renames(source, rows, prompt_column, rename, where), where)
-    return rows_to_tasks(rows, where)
+    return rename_columns(rows, _renames(source, rows, prompt_column, rename, where), where), where
 
 
 def _read(

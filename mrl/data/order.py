@@ -42,9 +42,9 @@ class TaskOrder:
         """Batches in one epoch, the shorter last one included."""
         return -(-self.num_tasks // self.batch_size)
 
-    def next_batch(self) -> list[int]:
-        """Indices of the next tasks: `batch_size` of them, or what is left of the epoch."""
-        batch = self._indices[self._position : self._position + self.batch_size]
+    def next_batch(self, count: int | None = None) -> list[int]:
+        """Indices of the next tasks: `count` of them (None: `batch_size`), or what is left of the epoch."""
+        batch = self._indices[self._position : self._position + (self.batch_size if count is None else count)]
         self._position += len(batch)
         if self._position == self.num_tasks:
             self._start(epoch=self._epoch + 1, position=0)

@@ -20,11 +20,23 @@ class DatasetSource(Protocol):
         """argument: what follows the colon, "" without one. Raises DataError for an unknown argument, config or split.
 
         A source that draws its rows draws `max_samples` of them from `seed`; others may return more, the caller cuts.
+        An attribute `reward` names the reward of its tasks when `reward_funcs` does not.
         """
         ...
 
 
-DATASETS: Registry[DatasetSource] = Registry("datasets", "dataset_name", {"tiny-code": "mrl.data.sources:tiny_code"})
+DATASETS: Registry[DatasetSource] = Registry(
+    "datasets",
+    "dataset_name",
+    {"tiny-code": "mrl.data.sources:tiny_code", "reasoning_gym": "mrl.data.reasoning_gym:reasoning_gym"},
+)
+
+
+def own_reward(dataset_name: str) -> str | None:
+    """The reward that comes with a dataset of a name of its own; None = none does."""
+    name = dataset_name.partition(":")[0]
+    return getattr(DATASETS.get(name), "reward", None) if name in DATASETS.names() else None
+
 
 TINY_CODE_SPLITS: dict[str, Literal["train", "heldout"]] = {
     "train": "train",

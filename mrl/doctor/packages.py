@@ -15,6 +15,10 @@ Versions = Mapping[str, str | None]
 CORE = ("torch", "transformers", "peft", "safetensors", "datasets", "pydantic", "tyro", "rich")
 
 OPTIONAL = {
+    "trl": "simple mode",
+    "reasoning-gym": "tasks",
+    "math-verify": "reward",
+    "modal": "sandbox",
     "wandb": "tracker",
     "trackio": "tracker",
     "tensorboard": "tracker",

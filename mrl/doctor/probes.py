@@ -33,6 +33,7 @@ PROBES: Registry[Probe] = Registry(
         "engine:vllm-remote": "mrl.doctor.probes:probe_remote",
         "backend": "mrl.doctor.probes:probe_backend",
         "sandbox": "mrl.doctor.probes:probe_sandbox",
+        "sandbox:modal": "mrl.doctor.probes:probe_modal_sandbox",
     },
 )
 
@@ -158,6 +159,18 @@ async def probe_sandbox(member: Any) -> str:
     for (what, (_, expected)), verdict in zip(cases.items(), verdicts, strict=True):
         _expect(verdict.status == expected, f"{what} was judged {verdict.status!r}, not {expected!r}: {verdict.detail}")
     return "judged a right, a wrong, a leaving and an endless program correctly"
+
+
+async def probe_modal_sandbox(member: Any) -> str:
+    """Whether the package and an account are there; a Sandbox would cost money."""
+    from mrl.errors import SandboxError
+
+    await member().close()
+    import modal.config
+
+    if modal.config.config.get("token_id") is None:
+        raise SandboxError("no Modal account is set up here: run `modal setup`")
+    return "the package and an account are there; no Sandbox was started"
 
 
 def _expect(condition: bool, otherwise: str) -> None:

@@ -18,7 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 _NAME = "mrl_grouped_sdpa"
-_HANDLED = {"dropout", "scaling", "is_causal", "position_ids", "use_cache", "cache_position"}
+_HANDLED = {"dropout", "scaling", "is_causal", "position_ids", "use_cache", "cache_position", "sliding_window"}
+"""Arguments that change nothing for one query per row; a sliding window is in the mask."""
 
 
 def grouped_sdpa(

@@ -1,8 +1,9 @@
-"""Key/value caches whose rows can be repeated, dropped and merged.
+"""Key/value caches whose rows can be replaced, dropped and repeated.
 
-Models with plain full attention get `GrowingCache`: keys and values are written in place into buffers that grow by
-half, where transformers' `DynamicCache` copies everything at every token. Other layer kinds (sliding window, linear
-attention, ...) keep transformers' own layers, of which only the row selection is used.
+Models whose layers cache full or sliding-window attention get `GrowingCache`: keys and values are written in place into
+buffers that grow by half, where transformers' `DynamicCache` copies everything at every token, and a row that ended can
+be overwritten by another prompt. Other layer kinds (linear attention, chunks, ...) keep transformers' own layers, of
+which only the row selection is used.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _SELECTABLE_LAYERS = {
 """Exact classes whose `reorder_cache` is known to move all of a layer's per-row state."""
 
 
-def has_plain_attention(config: PreTrainedConfig) -> bool:
-    """Whether every layer caches full attention, so that `GrowingCache` serves. EngineError if no cache would."""
+def layer_windows(config: PreTrainedConfig) -> list[int | None] | None:
+    """The attention window of each layer, None = all of the past; None instead of a list when `GrowingCache` cannot
+    serve some layer. Raises EngineError if no cache would."""
     try:
         layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError) as e:
@@ -50,7 +52,18 @@ def has_plain_attention(config: PreTrainedConfig) -> bool:
             f"the cache of model type {config.model_type!r} has layers whose rows cannot be selected "
             f"({', '.join(sorted(unknown))}); use engine 'vllm' for this model"
         )
-    return all(type(layer) is DynamicLayer for layer in layers)
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if not kinds <= {"full_attention", "sliding_attention"}:  # chunked attention has the sliding kind's cache
+        return None
+    windows: list[int | None] = []
+    for layer in layers:
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows.append(layer.sliding_window)
+        elif type(layer) is DynamicLayer:
+            windows.append(None)
+        else:
+            return None
+    return windows
 
 
 def select_rows(cache: Cache, index_B: Tensor) -> None:
@@ -59,76 +72,115 @@ def select_rows(cache: Cache, index_B: Tensor) -> None:
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values, [B, heads, length, head_dim], as views of two buffers with room to grow."""
+    """One layer's keys and values, [B, heads, L, head_dim], as views of the columns `start` to `end` of two buffers.
 
-    def __init__(self) -> None:
+    All rows end at the same column: a shorter row has columns before its first token that the mask has to leave out.
+    Whatever those hold is finite.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()
-        self.length = 0
+        self.window = window
+        self.start = self.end = 0
         self._buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens; returns all keys and all values so far."""
-        end = self.length + key_states.shape[2]
+        """Append the states of new tokens; returns all keys and values so far, of which one new token per row in a
+        layer with a window sees its window only."""
+        first, new = self.start, key_states.shape[2]
         if not self._buffers:
             self._buffers = [key_states, value_states]
-            self.is_initialized = True
-        else:
-            capacity = self._buffers[0].shape[2]
-            if end > capacity:
-                self._grow(max(end, capacity * 3 // 2))
-            for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-                buffer[:, :, self.length : end] = states
-        self.length = end
+            self.end, self.is_initialized = new, True
+            return key_states, value_states
+        self._make_room(new)
+        first, self.end = self.start, self.end + new
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self.end - new : self.end] = states
+        if new == 1 and self.window is not None:
+            first = max(first, self.end - self.window)
         keys, values = self._buffers
-        return keys[:, :, :end], values[:, :, :end]
+        return keys[:, :, first : self.end], values[:, :, first : self.end]
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self.end - self.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._buffers = [buffer.index_select(0, beam_idx) for buffer in self._buffers]
 
-    def merge(self, parts: list[tuple[GrowingLayer, Tensor]], length: int, capacity: int) -> None:
-        """Take the parts' rows at their indices, each right-aligned at `length` with zeros before it."""
-        rows = sum(len(index_B) for _, index_B in parts)
-        self._buffers = [b.new_zeros(rows, b.shape[1], capacity, b.shape[3]) for b in parts[0][0]._buffers]
-        self.length, self.is_initialized = length, True
-        first = 0
-        for part, index_B in parts:
-            for buffer, source in zip(self._buffers, part._buffers, strict=True):
-                taken = source[:, :, : part.length].index_select(0, index_B)
-                buffer[first : first + len(index_B), :, length - part.length : length] = taken
-            part._buffers = []  # its memory is free from here on
-            first += len(index_B)
+    def put(self, slots_N: Tensor, rows: int, source: GrowingLayer, index_N: Tensor, length: int, room: int) -> None:
+        """Overwrite the rows at `slots_N` by rows `index_N` of `source`, of at most `length` columns, right-aligned.
 
-    def _grow(self, capacity: int) -> None:
-        grown = [b.new_zeros(*b.shape[:2], capacity, b.shape[3]) for b in self._buffers]
-        for new, old in zip(grown, self._buffers, strict=True):
-            new[:, :, : self.length] = old[:, :, : self.length]
-        self._buffers = grown
+        rows: how many rows there are afterwards. room: columns to have after them if the buffers are made anew.
+        """
+        columns = max(self.get_seq_length(), length)
+        if not self._buffers or rows > self._buffers[0].shape[0] or self.end < length:
+            shapes = [(rows, b.shape[1], columns + room, b.shape[3]) for b in source._buffers]
+            self._move([b.new_zeros(shape) for b, shape in zip(source._buffers, shapes, strict=True)], columns)
+            self.is_initialized = True
+        self.start = self.end - columns
+        for buffer, given in zip(self._buffers, source._buffers, strict=True):
+            taken = given[:, :, source.end - length : source.end].index_select(0, index_N)
+            buffer[slots_N, :, self.end - length : self.end] = taken
+
+    def take(self, columns_BT: Tensor) -> None:
+        """Reorder columns: column t of row b becomes what was column `columns_BT[b, t]`."""
+        rows_B1 = torch.arange(len(columns_BT), device=columns_BT.device)[:, None]
+        live = [buffer[:, :, self.start : self.end].transpose(1, 2) for buffer in self._buffers]
+        self._buffers = [buffer[rows_B1, columns_BT].transpose(1, 2) for buffer in live]
+        self.start, self.end = 0, columns_BT.shape[1]
+
+    def _make_room(self, new: int) -> None:
+        rows, heads, capacity, width = self._buffers[0].shape
+        if self.end + new <= capacity:
+            return
+        length = self.get_seq_length()
+        # Columns that rows left behind at the start are used again before more are asked for.
+        room = max(length + new, length * 3 // 2)
+        shapes = [(rows, heads, room, width), (rows, heads, room, self._buffers[1].shape[3])]
+        self._move([b.new_zeros(shape) for b, shape in zip(self._buffers, shapes, strict=True)], length)
+
+    def _move(self, buffers: list[Tensor], end: int) -> None:
+        """Go on in other buffers, with the last column just before `end`."""
+        length = self.get_seq_length()
+        for new, old in zip(buffers, self._buffers, strict=False):  # there are none yet in a new layer
+            new[: old.shape[0], :, end - length : end] = old[:, :, self.start : self.end]
+        self._buffers, self.start, self.end = buffers, end - length, end
 
 
 class GrowingCache(DynamicCache):
-    """A `DynamicCache` of `GrowingLayer`s."""
+    """A `DynamicCache` of `GrowingLayer`s.
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    windows: the attention window of each layer, None = all of the past.
+    """
+
+    def __init__(self, config: PreTrainedConfig, windows: list[int | None]) -> None:
         super().__init__(config=config)
-        self.layers = [GrowingLayer() for _ in self.layers]
+        self._made_from = (config, windows)
+        self.layers = [GrowingLayer(window) for window in windows]
 
     @property
     def growing_layers(self) -> list[GrowingLayer]:
         """The layers by their own type."""
         return cast(list[GrowingLayer], self.layers)
 
-    @classmethod
-    def merge(cls, config: PreTrainedConfig, parts: list[tuple[GrowingCache, Tensor]], capacity: int) -> GrowingCache:
-        """One cache of all parts' rows below each other, each part's rows picked by its index and left-padded.
+    def empty(self) -> GrowingCache:
+        """Another one of the same kind, with nothing in it."""
+        return GrowingCache(*self._made_from)
 
-        parts: caches with the rows to take (repeats allowed); they are emptied. Columns before a shorter part's tokens
-        are zeros, which the attention mask has to leave out. capacity: tokens to make room for at first.
-        """
-        merged = cls(config)
-        length = max(part.get_seq_length() for part, _ in parts)
-        for number, layer in enumerate(merged.growing_layers):
-            layer.merge([(part.growing_layers[number], index_B) for part, index_B in parts], length, capacity)
-        return merged
+    def put(self, slots_N: Tensor, rows: int, source: GrowingCache, index_N: Tensor, length: int, room: int) -> None:
+        """See `GrowingLayer.put`."""
+        for mine, theirs in zip(self.growing_layers, source.growing_layers, strict=True):
+            mine.put(slots_N, rows, theirs, index_N, length, room)
+
+    def take(self, columns_BT: Tensor) -> None:
+        """See `GrowingLayer.take`."""
+        for layer in self.growing_layers:
+            layer.take(columns_BT)
+
+    def keep_columns(self, length: int) -> None:
+        """Forget all but the last `length` columns, which no row needs any more."""
+        for layer in self.growing_layers:
+            layer.start = max(layer.start, layer.end - length)

@@ -71,26 +71,27 @@ class RowParams:
         )
 
 
-def sample(logits_BV: Tensor, params: RowParams, position: int) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits_BV: Tensor, params: RowParams, position_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One token per row: ids (int64), logprobs (float32) and whether the row's logits were usable, each of shape [B].
 
-    position: how many tokens the rows have sampled so far; with the seed it fixes the random number. A logprob is that
+    position_B: how many tokens each row has sampled so far; with the seed it fixes the random number. A logprob is that
     of the distribution drawn from, filters included and renormalised; a greedy row's is 0, since its distribution puts
     probability 1 on the most likely token. Where the third result is False the logits held NaN or +inf (or only -inf)
     and the row's token means nothing.
     """
     rows = max(1, _MAX_DRAW_ELEMENTS // logits_BV.shape[1])
     if logits_BV.shape[0] <= rows:
-        return _sample_slice(logits_BV, params, position)
+        return _sample_slice(logits_BV, params, position_B)
     starts = range(0, logits_BV.shape[0], rows)
-    parts = [_sample_slice(logits_BV[s : s + rows], params.select(slice(s, s + rows)), position) for s in starts]
+    slices = [slice(s, s + rows) for s in starts]
+    parts = [_sample_slice(logits_BV[s], params.select(s), position_B[s]) for s in slices]
     ids, logprobs, usable = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(usable)
 
 
-def _sample_slice(logits_BV: Tensor, params: RowParams, position: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sample_slice(logits_BV: Tensor, params: RowParams, position_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     probs_BV = torch.softmax(filter_logits(logits_BV, params), dim=-1)
-    u_B = uniforms(params.seed_B, position)
+    u_B = uniforms(params.seed_B, position_B)
     token_B, usable_B = draw(probs_BV, u_B)
     logprob_B = probs_BV.gather(1, token_B[:, None])[:, 0].log()
     if params.greedy_B is not None:
@@ -164,13 +165,13 @@ def _pick(weights_BK: Tensor, target_B1: Tensor) -> tuple[Tensor, Tensor]:
     return index_B1, (target_B1 - before_B1).clamp(min=0)
 
 
-def uniforms(seed_B: Tensor, position: int) -> Tensor:
+def uniforms(seed_B: Tensor, position_B: Tensor) -> Tensor:
     """A number strictly inside (0, 1) per row that depends on its seed and position alone.
 
     float64 with 52 random bits; float32 with 23 on devices without float64. The generator is splitmix64 (Steele, Lea,
     Flood 2014) started at the mixed seed, so neighbouring seeds give unrelated streams.
     """
-    bits_B = _mix(_mix(seed_B) + _signed(_GOLDEN * (position + 1)))
+    bits_B = _mix(_mix(seed_B) + (position_B + 1) * _signed(_GOLDEN))
     if seed_B.device.type == "mps":
         return (_shift(bits_B, 41).float() + 0.5) * 2.0**-23
     return (_shift(bits_B, 12).double() + 0.5) * 2.0**-52

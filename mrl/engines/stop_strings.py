@@ -21,39 +21,79 @@ _MIN_TAIL_TOKENS = 32
 
 
 class StopStrings:
-    """Which of N rows contain one of their stop strings.
+    """Which rows of a batch contain one of their stop strings. Lives as long as its engine: it learns.
 
     A row ends at the first token after which a stop string occurs in the decoded text of its completion. The text is
-    decoded with special tokens, so that those can be named too. Each step decodes only a tail that is long enough to
-    hold the whole string (every token spells at least one byte); a hit there is confirmed on the whole completion.
+    decoded with special tokens, so that those can be named too. It is decoded only after a token that can complete one
+    of the row's strings; which tokens can is found out when they are first sampled and then looked up in a table. Only
+    a tail is decoded that is long enough to hold the whole string (every token spells at least one byte); a hit there
+    is confirmed on the whole completion.
     """
 
-    def __init__(self, stops_N: Sequence[tuple[str, ...]], tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.any = any(stops_N)
-        self._stops_N = stops_N
-        self._tail_N = [
-            max(_MIN_TAIL_TOKENS, max((len(s.encode()) for s in stops), default=0) + _MARGIN_TOKENS)
-            for stops in stops_N
-        ]
-        if self.any and tokenizer is None:
-            raise EngineError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.any = False
         self._tokenizer = tokenizer
+        self._known: dict[tuple[str, ...], Tensor] = {}
+        self._anchor: list[int] = []
+        self._anchor_text = ""
 
-    def found(self, ids_NT: Tensor, row_B: Tensor, step: int, wanted_B: Tensor) -> Tensor:
-        """For each row of the batch that is wanted, whether token number `step` completed a stop string. [B] bool."""
-        hits = [
-            wanted and bool(self._stops_N[row]) and self._occurs(ids_NT[row], step + 1, row)
-            for row, wanted in zip(row_B.tolist(), wanted_B.tolist(), strict=True)
-        ]
-        return torch.tensor(hits, device=row_B.device)
+    def watch(self, stops_B: Sequence[tuple[str, ...]], vocab_size: int, device: torch.device) -> None:
+        """The rows' stop strings from now on. Raises EngineError where there are some and no tokenizer."""
+        self._stops_B = stops_B
+        self.any = any(stops_B)
+        if not self.any:
+            return
+        if self._tokenizer is None:
+            raise EngineError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
+        if not self._anchor:
+            self._anchor = self._tokenizer.encode("a", add_special_tokens=False)
+            self._anchor_text = self._decode(self._anchor)
+        for stops in set(stops_B):
+            table = self._known.get(stops)
+            if table is None or len(table) != vocab_size or table.device != device:
+                self._known[stops] = torch.full((vocab_size,), bool(stops), device=device)
+        self._sets = list(dict.fromkeys(stops_B))
+        self._set_B = torch.tensor([self._sets.index(stops) for stops in stops_B], device=device)
+        self._possible_SV = torch.stack([self._known[stops] for stops in self._sets])
 
-    def _occurs(self, ids_T: Tensor, length: int, row: int) -> bool:
-        start = max(0, length - self._tail_N[row])
-        if not self._contains(ids_T[start:length].tolist(), row):
+    def found(self, ids_BT: Tensor, step_B: Tensor, token_B: Tensor, wanted_B: Tensor) -> Tensor:
+        """For each wanted row, whether token number `step_B`, stored in `ids_BT`, completed a stop string. [B] bool."""
+        hit_B = self._possible_SV[self._set_B, token_B] & wanted_B
+        rows = hit_B.nonzero()[:, 0]
+        for row, step, token in zip(rows.tolist(), step_B[rows].tolist(), token_B[rows].tolist(), strict=True):
+            stops = self._stops_B[row]
+            if not self._can_complete(token, stops):
+                self._known[stops][token] = False
+                self._possible_SV[self._sets.index(stops), token] = False
+            hit_B[row] = self._occurs(ids_BT[row, : step + 1], stops)
+        return hit_B
+
+    def _can_complete(self, token: int, stops: tuple[str, ...]) -> bool:
+        """Whether one of `stops` can end inside the token's text. True where that text says too little: bytes of
+        characters, or a string that ends in white space, which some tokenizers put between tokens."""
+        text = self._decode([*self._anchor, token])
+        if not text.startswith(self._anchor_text):
+            return True
+        text = text[len(self._anchor_text) :]
+        if not text:
+            return True
+        if "\ufffd" in text:  # it holds a part of a character
+            return any(stop[-1] in text or not stop[-1].isascii() for stop in stops)
+        return any(
+            stop[-1].isspace() or stop in text or any(stop.endswith(text[:n]) for n in range(1, len(text) + 1))
+            for stop in stops
+        )
+
+    def _occurs(self, ids_T: Tensor, stops: tuple[str, ...]) -> bool:
+        tail = max(_MIN_TAIL_TOKENS, max(len(stop.encode()) for stop in stops) + _MARGIN_TOKENS)
+        if not self._contains(ids_T[-tail:].tolist(), stops):
             return False
-        return start == 0 or self._contains(ids_T[:length].tolist(), row)
+        return len(ids_T) <= tail or self._contains(ids_T.tolist(), stops)
 
-    def _contains(self, ids: list[int], row: int) -> bool:
+    def _contains(self, ids: list[int], stops: tuple[str, ...]) -> bool:
+        text = self._decode(ids)
+        return any(stop in text for stop in stops)
+
+    def _decode(self, ids: list[int]) -> str:
         assert self._tokenizer is not None
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(stop in text for stop in self._stops_N[row])
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
-from mrl.engines.transformers_decode import Limits, decode
+from mrl.engines.decode_queue import Limits
+from mrl.engines.stop_strings import StopStrings
+from mrl.engines.transformers_decode import decode
 from mrl.engines.transformers_model import CausalLM
 from mrl.engines.transformers_score import score
 from mrl.engines.transformers_weights import load_directory
@@ -40,7 +42,9 @@ class TransformersEngine:
     tokenizer: for stop strings and its end-of-sequence id; `None` if neither is needed.
     max_model_len: tokens of prompt and completion together; a completion that reaches it ends with reason "length".
     max_batch_tokens: rows x longest possible length decoded together. Default: what a quarter of the machine's memory
-        (half of the GPU's) holds of this model's keys and values, at most 2**20. It does not change what is sampled.
+        (half of the GPU's) holds of this model's keys and values, at most 2**20.
+    max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
+        GPU) words. Neither bound changes what is sampled.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
     version: the policy version the model holds now.
 
@@ -54,17 +58,18 @@ class TransformersEngine:
         *,
         max_model_len: int,
         max_batch_tokens: int | None = None,
+        max_rows: int | None = None,
         autocast_dtype: torch.dtype | None = None,
         version: int = 0,
     ) -> None:
         if max_model_len < 2:
             raise EngineError(f"max_model_len={max_model_len} leaves no room for a prompt and a completion token")
         self.version = version
-        self._tokenizer = tokenizer
+        self._stop_strings = StopStrings(tokenizer)
         self._max_model_len = max_model_len
         self._autocast_dtype = autocast_dtype
         self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype)
-        self._limits = _limits(self._lm, max_model_len, max_batch_tokens)
+        self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         # A single thread of its own: calls queue up in order and cannot use up the event loop's shared threads, and
         # torch keeps one set of OpenMP threads instead of one per calling thread.
@@ -84,6 +89,7 @@ class TransformersEngine:
             model,
             load_tokenizer(config),
             max_model_len=context_length(model.config, config.max_model_len),
+            max_rows=config.max_decode_rows,
             autocast_dtype=autocast_dtype(config, device),
         )
 
@@ -100,16 +106,19 @@ class TransformersEngine:
         def run(lm: CausalLM) -> list[Completion]:
             for request in requests:
                 _check_request(request, self._max_model_len, lm.vocab_size)
+            completions: dict[int, Completion] = {}
             with lm.inference():
-                return decode(
+                decode(
                     lm,
                     requests,
                     limits=self._limits,
                     eos_ids=self._eos_ids,
-                    tokenizer=self._tokenizer,
+                    stop_strings=self._stop_strings,
                     version=self.version,
                     stopping=stopping,
+                    on_completion=completions.__setitem__,
                 )
+            return [completions[index] for index in range(len(requests))]
 
         self._stoppings.add(stopping)
         try:
@@ -199,10 +208,12 @@ class TransformersEngine:
         return await asyncio.wrap_future(future)
 
 
-def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None) -> Limits:
-    """Derived from total and not from free memory, so that the same machine cuts the same waves in every run."""
+def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None, max_rows: int | None) -> Limits:
+    """Derived from total and not from free memory, so that the same machine batches alike in every run."""
     if max_batch_tokens is not None and max_batch_tokens < max_model_len:
         raise EngineError(f"max_batch_tokens={max_batch_tokens} is less than max_model_len={max_model_len}")
+    if max_rows is not None and max_rows < 1:
+        raise EngineError(f"max_rows={max_rows}: at least one completion has to be decoded at a time")
     on_gpu = lm.device.type == "cuda"
     if on_gpu:
         memory = torch.cuda.get_device_properties(lm.device).total_memory // 2
@@ -212,7 +223,7 @@ def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None) -> L
     return Limits(
         max_model_len=max_model_len,
         max_batch_tokens=max_batch_tokens or default,
-        max_rows=max(1, (1 << 29 if on_gpu else 1 << 27) // lm.vocab_size),
+        max_rows=max_rows or max(1, (1 << 29 if on_gpu else 1 << 27) // lm.vocab_size),
         prefill_tokens=max(max_model_len, 1 << 15 if on_gpu else 1 << 13),
     )
 

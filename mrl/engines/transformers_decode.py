@@ -1,34 +1,40 @@
-"""The decode loop of the `transformers` engine: waves of requests, shared prefill, one token per row and step.
+"""The decode loop of the `transformers` engine: a bounded batch of rows, refilled from a queue as rows end.
 
-A wave is a set of requests decoded together. Its prompts are left-padded, so all rows write the same cache column at
-every step; each distinct prompt is computed once and its cache rows are then copied to the requests that share it.
-Rows that ended are dropped when a quarter of the rows did.
+All rows write the same cache column at every step, so a row is a prompt that ends at that column, and a request that
+waits can take the place of one that ended whatever their lengths. Each distinct prompt is computed once and its cache
+row copied to the requests that share it. When nothing waits any more, rows that ended are dropped.
 
-Left out: refilling freed rows from the queue. `_Wave` is where it would go: `step` already handles rows independently.
+Models that keep their own kind of cache (see `CausalLM`) cannot have single rows replaced: there the next requests
+begin when all rows have ended.
+
+Left out: CUDA graphs of the step. They want a cache of fixed size, against which the in-place cache here would have to
+be measured on such a device.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from mrl.engines.decode_queue import Job, Limits, first_that_fit, queue_of
 from mrl.engines.kv_cache import GrowingCache, select_rows
 from mrl.engines.sampling import RowParams, sample
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_model import CausalLM
+from mrl.engines.transformers_prefill import Prefilled, Prefiller, TokenIds
 from mrl.errors import EngineError
 from mrl.types import Completion, FinishReason, GenerateRequest
 
 COMPACT_SHARE = 0.25
-"""Finished rows are dropped when they are this share of the wave: copying the cache must pay."""
+"""Finished rows are dropped when they are this share of the batch: copying the cache must pay."""
+
+REFILL_SHARE = 0.125
+"""Waiting requests begin when they can be this many of the running ones: a prefill must pay."""
 
 STEPS_PER_CHECK = {"cpu": 1, "cuda": 4, "mps": 4}
 """How often the host looks which rows ended, by device: on an accelerator, looking waits for it."""
@@ -38,26 +44,16 @@ FIRST_ROOM = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on what is in memory at once."""
+class _Row:
+    """A job in the batch since the loop's step number `born`."""
 
-    max_model_len: int
-    """Prompt and completion tokens of one request."""
-    max_batch_tokens: int
-    """Rows x longest possible length of a wave."""
-    max_rows: int
-    """Rows of a wave; each has logits over the whole vocabulary."""
-    prefill_tokens: int
-    """Prompts x longest prompt of one prefill forward."""
+    job: Job
+    born: int
 
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A request with its place in the caller's list and the tokens it may sample."""
-
-    index: int
-    request: GenerateRequest
-    max_new: int
+    @property
+    def offset(self) -> int:
+        """Its tokens in the cache, less the loop's step number."""
+        return len(self.job.request.prompt_ids) - self.born
 
 
 def decode(
@@ -66,237 +62,267 @@ def decode(
     *,
     limits: Limits,
     eos_ids: frozenset[int],
-    tokenizer: PreTrainedTokenizerBase | None,
+    stop_strings: StopStrings,
     version: int,
     stopping: threading.Event,
-) -> list[Completion]:
-    """A completion per request, in their order. `stopping` set from another thread ends it with EngineError."""
-    completions: list[Completion | None] = [None] * len(requests)
-    for jobs in plan_waves(requests, limits, one_prefill=not lm.plain_attention):
-        jobs.sort(key=lambda job: len(job.request.prompt_ids))
-        wave = _Wave(lm, jobs, limits, eos_ids, tokenizer)
-        wave.run(stopping)
-        for job, completion in zip(jobs, wave.completions(version), strict=True):
-            completions[job.index] = completion
-    return [c for c in completions if c is not None]
+    on_completion: Callable[[int, Completion], None],
+) -> None:
+    """Give `on_completion` each request's place and completion, as soon as it ended.
 
-
-def plan_waves(requests: Sequence[GenerateRequest], limits: Limits, *, one_prefill: bool) -> Iterator[list[_Job]]:
-    """Split requests into waves within `limits`, requests with equal prompts adjacent and, if they fit, together.
-
-    one_prefill: the wave's distinct prompts must also fit one prefill forward (caches that cannot be merged).
+    `stopping` set from another thread ends it with EngineError.
     """
-    wave: list[_Job] = []
-    size = _Size()
-    for jobs in _by_prompt(requests, limits.max_model_len):
-        grown = size.plus(jobs, new_prompt=True)
-        if wave and not grown.fits(limits, one_prefill):
-            yield wave
-            wave, size = [], _Size()
-        for number, job in enumerate(jobs):
-            grown = size.plus([job], new_prompt=number == 0 or not wave)
-            if wave and not grown.fits(limits, one_prefill):
-                # The group is larger than a wave: it is split, and its prompt computed once in each part.
-                yield wave
-                wave, grown = [], _Size().plus([job], new_prompt=True)
-            wave.append(job)
-            size = grown
-    if wave:
-        yield wave
+    _Batch(lm, requests, limits, eos_ids, stop_strings, version, on_completion).run(stopping)
 
 
-def _by_prompt(requests: Sequence[GenerateRequest], max_model_len: int) -> list[list[_Job]]:
-    groups: dict[tuple[int, ...], list[_Job]] = {}
-    for index, r in enumerate(requests):
-        job = _Job(index, r, min(r.sampling.max_tokens, max_model_len - len(r.prompt_ids)))
-        groups.setdefault(r.prompt_ids, []).append(job)
-    return list(groups.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """What a wave would take."""
-
-    rows: int = 0
-    prompts: int = 0
-    longest_prompt: int = 0
-    longest_completion: int = 0
-
-    def plus(self, jobs: list[_Job], *, new_prompt: bool) -> _Size:
-        """With jobs of one prompt added."""
-        return _Size(
-            self.rows + len(jobs),
-            self.prompts + new_prompt,
-            max(self.longest_prompt, len(jobs[0].request.prompt_ids)),
-            max(self.longest_completion, *(job.max_new for job in jobs)),
-        )
-
-    def fits(self, limits: Limits, one_prefill: bool) -> bool:
-        return (
-            self.rows <= limits.max_rows
-            and self.rows * (self.longest_prompt + self.longest_completion) <= limits.max_batch_tokens
-            and not (one_prefill and self.prompts * self.longest_prompt > limits.prefill_tokens)
-        )
-
-
-class _Wave:
-    """N requests decoded together. Suffixes: N requests, B rows still in the batch, P distinct prompts, S stop ids."""
+class _Batch:
+    """The rows that decode together. B rows, of which some may have ended and wait to be replaced or dropped."""
 
     def __init__(
         self,
         lm: CausalLM,
-        jobs: list[_Job],
+        requests: Sequence[GenerateRequest],
         limits: Limits,
         eos_ids: frozenset[int],
-        tokenizer: PreTrainedTokenizerBase | None,
+        stop_strings: StopStrings,
+        version: int,
+        on_completion: Callable[[int, Completion], None],
     ) -> None:
-        device = lm.device
-        self.lm, self.jobs, self.limits, self.device = lm, jobs, limits, device
-        rows, max_new = len(jobs), max(j.max_new for j in jobs)
-        samplings = [j.request.sampling for j in jobs]
+        self.lm, self.limits, self.device, self.version = lm, limits, lm.device, version
+        self.eos_ids, self.stop_strings, self.on_completion = eos_ids, stop_strings, on_completion
+        self.queue = queue_of(requests, limits.max_model_len)
+        self.prefiller = Prefiller(
+            lm, list(dict.fromkeys(j.request.prompt_ids for j in self.queue)), limits.prefill_tokens
+        )
+        self.held: Prefilled | None = None
+        """A prompt of which some requests still wait."""
+        self.rows: list[_Row | None] = []
+        """None = it ended and its completion was handed over."""
+        self.running = 0
+        """Rows that are not None."""
+        self.clock = 0
+        self.freed = True
+        """Whether rows ended since requests were last let in."""
+        self.stop_strings.watch([r.sampling.stop for r in requests], lm.vocab_size, self.device)
+        self.steps_per_check = 1 if stop_strings.any else STEPS_PER_CHECK.get(self.device.type, 4)
 
-        self.ids_NT = torch.zeros(rows, max_new, dtype=torch.int64, device=device)
-        self.logprobs_NT = torch.zeros(rows, max_new, dtype=torch.float32, device=device)
-        self.length_N = torch.tensor([j.max_new for j in jobs], device=device)
-        self.stopped_N = torch.zeros(rows, dtype=torch.bool, device=device)
-
-        self.row_B = torch.arange(rows, device=device)
-        self.params = RowParams.build(samplings, [j.request.seed for j in jobs], device)
-        self.stop_ids_BS = _stop_table([eos_ids.union(s.stop_token_ids) for s in samplings], device)
-        self.max_new_B = self.length_N.clone()
-        self.done_B = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.bad_B = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.stop_strings = StopStrings([s.stop for s in samplings], tokenizer)
-        self.steps_per_check = 1 if self.stop_strings.any else STEPS_PER_CHECK.get(device.type, 4)
+        self.cache: Cache
+        self.columns = 0
+        """Of the cache that are in use; the rows end at the last one."""
+        self.padded = False
+        """Whether some row begins after the first one."""
+        self.logits_BV: Tensor
+        self.token_B: Tensor
+        self.done_B: Tensor
+        self.stopped_B: Tensor
+        self.bad_B: Tensor
+        self.length_B: Tensor
+        self.ids_BT = torch.zeros(0, 1, dtype=torch.int64, device=self.device)
+        self.logprobs_BT = torch.zeros(0, 1, dtype=torch.float32, device=self.device)
 
     def run(self, stopping: threading.Event) -> None:
-        """Sample until every row ended."""
-        logits_BV, cache, mask_BL, prompt_len_B = prefill(self.lm, self.jobs, self.limits)
-        columns = cache.get_seq_length()
-        for step in range(self.ids_NT.shape[1]):
+        """Decode until the queue is empty and every row ended."""
+        while True:
             if stopping.is_set():
                 raise EngineError("generation was abandoned: its caller was cancelled, or the engine closed")
-            token_B = self.take_token(logits_BV, step)
-            if (step + 1) % self.steps_per_check == 0:
-                self.check_finite()
-                kept_B = self.drop_finished()
-                if kept_B is not None:
-                    if not len(kept_B):
-                        return
-                    select_rows(cache, kept_B)
-                    token_B, prompt_len_B = token_B[kept_B], prompt_len_B[kept_B]
-                    mask_BL = None if mask_BL is None else mask_BL[kept_B]
-            if step + 1 < self.ids_NT.shape[1]:
-                # A row that ended but was not dropped yet runs along; its position must stay one the model has.
-                position_B1 = (prompt_len_B + step).clamp(max=self.limits.max_model_len - 1)[:, None]
-                seen_BL = None if mask_BL is None else mask_BL[:, : columns + step + 1]
-                logits_BV = self.lm.forward(token_B[:, None], position_B1, seen_BL, cache, keep=1)[:, 0]
-        self.check_finite()
+            if self.queue and self.freed:
+                self.admit()
+            if not self.running:
+                return
+            self.take_token()
+            if (self.clock + 1) % self.steps_per_check == 0:
+                self.collect()
+                self.drop_finished()
+            if self.running:
+                self.forward()
 
-    def take_token(self, logits_BV: Tensor, step: int) -> Tensor:
-        """Sample token number `step` of every row, store it and note which rows end with it. Returns ids [B]."""
-        token_B, logprob_B, usable_B = sample(logits_BV, self.params, step)
-        self.ids_NT[self.row_B, step] = token_B
-        self.logprobs_NT[self.row_B, step] = logprob_B
+    # --- letting requests in ----------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Begin as many waiting requests as there is room for, if they are enough to pay for a prefill."""
+        if self.running and not self.lm.replaces_rows:
+            return
+        self.freed = False
+        jobs = self.next_jobs()
+        if len(jobs) < min(REFILL_SHARE * self.running, len(self.queue)) or not jobs:
+            return
+        for _ in jobs:
+            self.queue.popleft()
+        if not self.running:
+            self.rows, self.cache = [], self.lm.new_cache()  # before the prefill, which needs memory too
+        free = [slot for slot, row in enumerate(self.rows) if row is None]
+        slots = [*free[: len(jobs)], *range(len(self.rows), len(self.rows) + len(jobs) - len(free))]
+        fresh, total = not self.running, max(len(self.rows), slots[-1] + 1)
+        self.rows += [None] * (total - len(self.rows))
+        self.running += len(jobs)
+        self.make_room(total, max(job.max_new for job in jobs))
+
+        slots_of: dict[TokenIds, list[int]] = {}
+        for slot, job in zip(slots, jobs, strict=True):
+            self.rows[slot] = _Row(job, self.clock)
+            slots_of.setdefault(job.request.prompt_ids, []).append(slot)
+        for part in self.prefill(list(slots_of)):
+            self.place(part, [slots_of[prompt] for prompt in part.prompts], total, fresh=fresh)
+            fresh = False
+        self.refresh()
+
+    def next_jobs(self) -> list[Job]:
+        """The first of the queue, as many as fit beside the running rows."""
+        running = [row.job for row in self.rows if row is not None]
+        return first_that_fit(self.queue, running, self.limits, one_prefill=not self.lm.replaces_rows)
+
+    def prefill(self, prompts: list[TokenIds]) -> Iterator[Prefilled]:
+        """Parts that hold these prompts, one in memory at a time; keeps the last one if requests for it wait."""
+        part, rest = self.held, prompts
+        if part is not None:  # of the first in the queue
+            yield part
+            rest = prompts[1:]
+        if rest:
+            for part in self.prefiller.run(rest):
+                yield part
+        assert part is not None
+        waits = self.queue and self.queue[0].request.prompt_ids == part.prompts[-1] and self.lm.replaces_rows
+        self.held = part.only(len(part.prompts) - 1) if waits else None
+
+    def place(self, part: Prefilled, slots_P: list[list[int]], total: int, *, fresh: bool) -> None:
+        """Put each of the part's prompts into its slots; the first ones of a batch make its tensors."""
+        index = [p for p, slots in enumerate(slots_P) for _ in slots]
+        index_N = torch.tensor(index, device=self.device)
+        slots_N = torch.tensor([slot for slots in slots_P for slot in slots], device=self.device)
+        length = max(map(len, part.prompts))
+        if isinstance(part.cache, GrowingCache):
+            assert isinstance(self.cache, GrowingCache)
+            self.cache.put(slots_N, total, part.cache, index_N, length, room=min(self.ids_BT.shape[1], FIRST_ROOM))
+        else:
+            self.cache, self.columns = part.cache, length
+            select_rows(self.cache, index_N)
+        if fresh or len(self.logits_BV) < total:
+            logits_BV = part.logits_PV.new_zeros(total, part.logits_PV.shape[1])
+            if not fresh:
+                logits_BV[: len(self.logits_BV)] = self.logits_BV
+            self.logits_BV = logits_BV
+        self.logits_BV[slots_N] = part.logits_PV[index_N]
+
+    def make_room(self, rows: int, max_new: int) -> None:
+        """Room in the buffers of what is sampled. The last column takes what rows write that have ended."""
+        kept, width = self.ids_BT.shape
+        if rows > kept or max_new >= width:
+            shape = (rows, max(width, max_new + 1))
+            for name in ("ids_BT", "logprobs_BT"):
+                old: Tensor = getattr(self, name)
+                new = old.new_zeros(shape)
+                new[:kept, :width] = old[:rows]
+                setattr(self, name, new)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def take_token(self) -> None:
+        """Sample the next token of every row, store it and note which rows end with it."""
+        step_B = self.clock - self.born_B
+        token_B, logprob_B, usable_B = sample(self.logits_BV, self.params, step_B)
+        at_B1 = step_B.clamp(max=self.ids_BT.shape[1] - 1)[:, None]
+        self.ids_BT.scatter_(1, at_B1, token_B[:, None])
+        self.logprobs_BT.scatter_(1, at_B1, logprob_B[:, None])
+        running_B = ~self.done_B
         stop_B = (token_B[:, None] == self.stop_ids_BS).any(dim=1)
         if self.stop_strings.any:
-            stop_B |= self.stop_strings.found(self.ids_NT, self.row_B, step, ~self.done_B)
-        stop_B &= ~self.done_B
-        self.bad_B |= ~usable_B & ~self.done_B
-        self.stopped_N[self.row_B] |= stop_B
-        self.length_N[self.row_B] = torch.where(stop_B, step + 1, self.length_N[self.row_B])
-        self.done_B |= stop_B | (self.max_new_B == step + 1)
-        return token_B
+            stop_B |= self.stop_strings.found(self.ids_BT, step_B, token_B, running_B & ~stop_B)
+        end_B = (stop_B | ~usable_B | (step_B + 1 >= self.max_new_B)) & running_B
+        self.stopped_B |= stop_B & running_B
+        self.bad_B |= ~usable_B & running_B
+        self.length_B = torch.where(end_B, step_B + 1, self.length_B)
+        self.done_B |= end_B
+        self.token_B = token_B
 
-    def check_finite(self) -> None:
-        """Raise EngineError when the logits behind a sampled token were not finite."""
-        if self.bad_B.any():
-            row = int(self.row_B[self.bad_B][0])
-            raise EngineError(
-                f"logits for request {self.jobs[row].request.id!r} are not finite: the policy's weights are NaN or "
-                "overflow; look at the last updates (learning rate, gradient norm, dtype) and load a good checkpoint"
-            )
+    def forward(self) -> None:
+        """Logits after the tokens just sampled."""
+        self.clock += 1
+        self.columns += 1
+        length_B = self.offset_B + self.clock
+        seen_BL: Tensor | None = None
+        if self.padded:
+            columns_L = torch.arange(self.columns, device=self.device)
+            seen_BL = columns_L >= (self.columns - length_B)[:, None]
+        # A row that ended runs along until it is replaced or dropped; its position must stay one the model has.
+        position_B1 = (length_B - 1).clamp(max=self.limits.max_model_len - 1)[:, None]
+        self.logits_BV = self.lm.forward(self.token_B[:, None], position_B1, seen_BL, self.cache, keep=1)[:, 0]
 
-    def drop_finished(self) -> Tensor | None:
-        """Take finished rows out of this wave's tensors if they are many: the places of those kept, [B']; else None."""
-        finished = int(self.done_B.sum())
-        if not finished or finished < COMPACT_SHARE * len(self.done_B):
-            return None
-        kept_B = (~self.done_B).nonzero()[:, 0]
-        self.row_B = self.row_B[kept_B]
-        self.params = self.params.select(kept_B)
-        self.stop_ids_BS, self.max_new_B = self.stop_ids_BS[kept_B], self.max_new_B[kept_B]
-        self.done_B, self.bad_B = self.done_B[kept_B], self.bad_B[kept_B]
-        return kept_B
+    # --- rows that end ----------------------------------------------------------------------------------------------
 
-    def completions(self, version: int) -> list[Completion]:
-        """What was sampled, in the order of the jobs."""
-        ids, logprobs = self.ids_NT.tolist(), self.logprobs_NT.tolist()
-        lengths, stopped = self.length_N.tolist(), self.stopped_N.tolist()
+    def collect(self) -> None:
+        """Hand over the completions of rows that ended since the last time.
 
-        def completion(n: int, job: _Job) -> Completion:
+        Raises EngineError when the logits behind a sampled token were not finite.
+        """
+        if int(self.done_B.sum()) == len(self.rows) - self.running:
+            return
+        slots = [slot for slot, done in enumerate(self.done_B.tolist()) if done and self.rows[slot] is not None]
+        index_N = torch.tensor(slots, device=self.device)
+        lengths, stopped = self.length_B[index_N].tolist(), self.stopped_B[index_N].tolist()
+        bad = self.bad_B[index_N].tolist()
+        ids, logprobs = (t[index_N, : max(lengths)].tolist() for t in (self.ids_BT, self.logprobs_BT))
+        for n, slot in enumerate(slots):
+            row, end = self.rows[slot], lengths[n]
+            assert row is not None
+            request = row.job.request
+            if bad[n]:
+                raise EngineError(
+                    f"logits for request {request.id!r} are not finite: the policy's weights are NaN or overflow; "
+                    "look at the last updates (learning rate, gradient norm, dtype) and load a good checkpoint"
+                )
             reason: FinishReason = "stop" if stopped[n] else "length"
-            end = lengths[n]
-            return Completion(job.request.id, ids[n][:end], logprobs[n][:end], reason, version)
+            completion = Completion(request.id, ids[n][:end], logprobs[n][:end], reason, self.version)
+            self.on_completion(row.job.index, completion)
+            self.rows[slot] = None
+        self.running -= len(slots)
+        self.freed = True
+        self.measure()
 
-        return [completion(n, job) for n, job in enumerate(self.jobs)]
+    def drop_finished(self) -> None:
+        """Take ended rows out of the batch if they are many and nothing will take their places."""
+        ended = len(self.rows) - self.running
+        if not ended or not self.running or ended < COMPACT_SHARE * len(self.rows):
+            return
+        if self.queue and self.lm.replaces_rows and self.next_jobs():
+            return
+        kept = [slot for slot, row in enumerate(self.rows) if row is not None]
+        kept_B = torch.tensor(kept, device=self.device)
+        self.rows = [self.rows[slot] for slot in kept]
+        select_rows(self.cache, kept_B)
+        self.ids_BT, self.logprobs_BT, self.token_B = (
+            self.ids_BT[kept_B],
+            self.logprobs_BT[kept_B],
+            self.token_B[kept_B],
+        )
+        self.refresh()
 
+    def refresh(self) -> None:
+        """Make the rows' tensors anew, at a moment when every row that ended was collected."""
+        device, filler = self.device, next(row for row in self.rows if row is not None)
+        rows = [row or filler for row in self.rows]
+        samplings = [row.job.request.sampling for row in rows]
+        self.params = RowParams.build(samplings, [row.job.request.seed for row in rows], device)
+        self.stop_ids_BS = _stop_table([self.eos_ids.union(s.stop_token_ids) for s in samplings], device)
+        self.stop_strings.watch([s.stop for s in samplings], self.lm.vocab_size, device)
+        self.max_new_B = torch.tensor([row.job.max_new for row in rows], device=device)
+        self.born_B = torch.tensor([row.born for row in rows], device=device)
+        self.offset_B = torch.tensor([row.offset for row in rows], device=device)
+        self.done_B = torch.tensor([row is None for row in self.rows], device=device)
+        self.length_B = torch.zeros_like(self.born_B)
+        self.stopped_B, self.bad_B = torch.zeros_like(self.done_B), torch.zeros_like(self.done_B)
+        self.measure()
 
-def prefill(lm: CausalLM, jobs: list[_Job], limits: Limits) -> tuple[Tensor, Cache, Tensor | None, Tensor]:
-    """Run each distinct prompt once and give every job its row.
-
-    jobs: equal prompts adjacent, shorter prompts first. Returns logits of the next token [N, V]; the cache, in which
-    all prompts end at one column; the mask over the columns of prompt and completion [N, L], True where a token is,
-    `None` when no prompt is padded; the prompts' lengths [N].
-    """
-    groups: dict[tuple[int, ...], int] = Counter(job.request.prompt_ids for job in jobs)
-    prompts = list(groups)
-    longest = len(prompts[-1])
-    columns = longest + max(j.max_new for j in jobs)
-    logits: list[Tensor] = []
-    caches: list[tuple[Cache, Tensor]] = []
-    for batch in _prefill_batches(prompts, limits.prefill_tokens) if lm.plain_attention else [prompts]:
-        logits_PV, cache = _prefill_batch(lm, batch)
-        repeats_P = torch.tensor([groups[prompt] for prompt in batch], device=lm.device)
-        index_B = torch.arange(len(batch), device=lm.device).repeat_interleave(repeats_P)
-        logits.append(logits_PV[index_B])
-        caches.append((cache, index_B))
-    if lm.plain_attention:
-        parts = cast(list[tuple[GrowingCache, Tensor]], caches)
-        cache = GrowingCache.merge(lm.config, parts, capacity=min(columns, longest + FIRST_ROOM))
-    else:
-        select_rows(cache, index_B)
-
-    prompt_len_N = torch.tensor([len(j.request.prompt_ids) for j in jobs], device=lm.device)
-    padded = len(prompts[0]) < longest
-    mask_NL = torch.arange(columns, device=lm.device) >= (longest - prompt_len_N)[:, None] if padded else None
-    return torch.cat(logits), cache, mask_NL, prompt_len_N
-
-
-def _prefill_batches(prompts: list[tuple[int, ...]], max_tokens: int) -> Iterator[list[tuple[int, ...]]]:
-    """Prompts in order of length, cut where prompts x longest would exceed `max_tokens`."""
-    batch: list[tuple[int, ...]] = []
-    for prompt in prompts:
-        if batch and (len(batch) + 1) * len(prompt) > max_tokens:
-            yield batch
-            batch = []
-        batch.append(prompt)
-    yield batch
-
-
-def _prefill_batch(lm: CausalLM, prompts: list[tuple[int, ...]]) -> tuple[Tensor, Cache]:
-    """Logits after each prompt, [P, V], and the left-padded cache."""
-    longest = max(map(len, prompts))
-    ids_PT = torch.tensor([(0,) * (longest - len(p)) + p for p in prompts], device=lm.device)
-    padding_P1 = torch.tensor([[longest - len(p)] for p in prompts], device=lm.device)
-    columns_T = torch.arange(longest, device=lm.device)
-    positions_PT = (columns_T - padding_P1).clamp(min=0)
-    mask_PT = columns_T >= padding_P1 if len(prompts[0]) < longest else None
-    cache = lm.new_cache()
-    return lm.forward(ids_PT, positions_PT, mask_PT, cache, keep=1)[:, 0], cache
+    def measure(self) -> None:
+        """How many columns of the cache are in use, and whether some row has padding in them."""
+        lengths = {row.offset + self.clock for row in self.rows if row is not None}
+        if not lengths:
+            return
+        if isinstance(self.cache, GrowingCache):
+            self.columns = max(lengths)
+            self.cache.keep_columns(self.columns)
+        self.padded = lengths != {self.columns}
 
 
 def _stop_table(stop_ids: list[frozenset[int]], device: torch.device) -> Tensor:
-    """[N, S] ids, padded with -1, which no token has."""
+    """[B, S] ids, padded with -1, which no token has."""
     width = max(1, *map(len, stop_ids)) if stop_ids else 1
     return torch.tensor([[*sorted(ids), *[-1] * (width - len(ids))] for ids in stop_ids], device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from mrl.engines.decode_attention import use_grouped_sdpa
-from mrl.engines.kv_cache import GrowingCache, has_plain_attention
+from mrl.engines.kv_cache import GrowingCache, layer_windows
+from mrl.engines.transformers_trial import fastest_path
 from mrl.errors import EngineError
+
+Path = Literal["own masks", "model's masks", "model's cache"]
+"""How the decode loop runs a model, the fastest first:
+
+- own masks: our in-place cache, ready 4D masks instead of their making in every layer kind and step, `grouped_sdpa`.
+- model's masks: our in-place cache, masks made by the model from which columns hold tokens.
+- model's cache: everything by the model, with the cache that transformers would use. Rows cannot be replaced then.
+"""
 
 
 class CausalLM:
     """A loaded model (possibly wrapped by PEFT, possibly the actor's own) with one way to run it.
+
+    Which way is tried out when it is built: the fastest whose logits are those of plain forwards (see `fastest_path`).
 
     Raises EngineError for a model the decode loop cannot serve: encoder-decoder, without a selectable cache, without
     explicit positions, PEFT prompt learning, or with fewer positions than `max_model_len`.
@@ -29,21 +40,15 @@ class CausalLM:
         self.inner = _without_peft(module)
         self.config = self.inner.config
         accepted = inspect.signature(self.inner.forward).parameters
-        text_config = self._text_config = self.config.get_text_config(decoder=True)
+        text_config = self.text_config = self.config.get_text_config(decoder=True)
         self._check(accepted.keys(), text_config, max_model_len)
-        self.plain_attention = has_plain_attention(self.config)
         self.embedding = cast(nn.Embedding, self.inner.get_input_embeddings())
         self.vocab_size = self.embedding.num_embeddings
         self.cache_bytes_per_token = _cache_bytes_per_token(text_config, self.inner.dtype)
-        self._autocast_dtype = autocast_dtype
-        self._limits_logits = "logits_to_keep" in accepted
-        # Two savings for models with full attention in every layer, computed by transformers' `sdpa`: a ready 4D mask
-        # spares every decode step the making of one, and `grouped_sdpa` the copying of keys and values.
-        self._fast_attention = (
-            self.plain_attention
-            and text_config._attn_implementation == "sdpa"
-            and getattr(self.inner, "_supports_attention_backend", False)
-        )
+        self.autocast_dtype = autocast_dtype
+        self.limits_logits = "logits_to_keep" in accepted
+        self.windows = layer_windows(self.config)
+        self.path: Path = fastest_path(self)
 
     @property
     def device(self) -> torch.device:
@@ -59,45 +64,83 @@ class CausalLM:
         (dynamic rotary frequencies, for one), and the backward pass refuses inference tensors.
         """
         training = [m for m in self.module.modules() if m.training]
-        autocast = torch.autocast(self.device.type, self._autocast_dtype) if self._autocast_dtype else nullcontext()
-        attention = use_grouped_sdpa(self._text_config) if self._fast_attention else nullcontext()
+        autocast = torch.autocast(self.device.type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
+        attention = use_grouped_sdpa(self.text_config) if self.path == "own masks" else nullcontext()
         for m in training:
             m.training = False
         try:
             with torch.no_grad(), autocast, attention:
                 yield
         except torch.OutOfMemoryError as e:
-            raise EngineError(f"out of memory; lower max_batch_tokens, max_model_len or max_tokens ({e})") from e
+            raise EngineError(f"out of memory; lower max_decode_rows, max_model_len or max_tokens ({e})") from e
         finally:
             for m in training:
                 m.training = True
 
+    @property
+    def replaces_rows(self) -> bool:
+        """Whether caches are `GrowingCache`s, whose rows can be overwritten by other prompts."""
+        return self.path != "model's cache"
+
     def new_cache(self) -> Cache:
         """An empty cache of the kind the model needs."""
-        return GrowingCache(self.config) if self.plain_attention else DynamicCache(config=self.config)
+        if self.replaces_rows:
+            assert self.windows is not None
+            return GrowingCache(self.config, self.windows)
+        return DynamicCache(config=self.config)
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, mask_BL: Tensor | None, cache: Cache | None, keep: int
+        self, ids_BT: Tensor, positions_BT: Tensor, real_BL: Tensor | None, cache: Cache | None, keep: int
     ) -> Tensor:
         """Logits of the last `keep` columns, [B, keep, V].
 
-        mask_BL: True where a column holds a token, over cached and new columns; `None` = everywhere. cache: extended by
-        the new tokens; `None` = nothing came before.
+        positions_BT: each token's place in its row. real_BL: True where a column holds a token, over cached and new
+        columns, in the order of their positions; `None` = everywhere. cache: extended by the new tokens; `None` =
+        nothing came before.
         """
-        mask: Tensor | None = mask_BL
-        if mask_BL is not None and ids_BT.shape[1] == 1 and self._fast_attention:
-            mask = mask_BL[:, None, None, :]
-        limit = {"logits_to_keep": keep} if self._limits_logits else {}
+        masks: Any = real_BL
+        if self.path == "own masks" and cache is not None:
+            masks = self._masks(positions_BT, real_BL, cache.get_seq_length() + ids_BT.shape[1])
+        limit = {"logits_to_keep": keep} if self.limits_logits else {}
         output = self.inner(
             input_ids=ids_BT,
-            attention_mask=mask,
+            attention_mask=masks,
             position_ids=positions_BT,
             past_key_values=cache,
             use_cache=cache is not None,
             **limit,
         )
         logits_BKV: Tensor = output.logits
-        return logits_BKV if self._limits_logits else logits_BKV[:, -keep:]
+        return logits_BKV if self.limits_logits else logits_BKV[:, -keep:]
+
+    def _masks(self, positions_BT: Tensor, real_BL: Tensor | None, columns: int) -> Tensor | dict[str, Tensor] | None:
+        """The 4D mask, or one per kind of layer, as the model's layers take them."""
+        assert self.windows is not None
+        kinds = set(self.windows)
+        if real_BL is None:
+            if kinds == {None}:
+                return None
+            real_BL = torch.ones(len(positions_BT), columns, dtype=torch.bool, device=self.device)
+        masks = {window: self._mask(positions_BT, real_BL, window) for window in kinds}
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return {"full_attention" if window is None else "sliding_attention": mask for window, mask in masks.items()}
+
+    def _mask(self, positions_BT: Tensor, real_BL: Tensor, window: int | None) -> Tensor:
+        """[B, 1, T, L]: each token sees those up to its own position, at most `window` of them. By positions and not
+        by columns: between a shared prefix and the rest of a prompt there can be padding."""
+        if positions_BT.shape[1] == 1:  # the cache gives such a layer the window's columns only
+            seen_B1TL = (real_BL if window is None else real_BL[:, -window:])[:, None, None, :]
+        else:
+            behind_BTL = positions_BT[:, :, None] - (real_BL.cumsum(dim=1) - 1)[:, None, :]
+            seen_BTL = real_BL[:, None, :] & (behind_BTL >= 0)
+            if window is not None:
+                seen_BTL &= behind_BTL < window
+            seen_B1TL = seen_BTL[:, None]
+        if self.device.type != "cpu" or self.autocast_dtype:
+            return seen_B1TL
+        # On CPU, torch's attention would make this of it in every layer.
+        return torch.zeros(seen_B1TL.shape, dtype=self.inner.dtype).masked_fill_(~seen_B1TL, -torch.inf)
 
     def _check(self, accepted: Container[str], text_config: PreTrainedConfig, max_model_len: int) -> None:
         name = type(self.inner).__name__

@@ -20,6 +20,15 @@ class TrainerState:
     """Passes over the tasks so far; None during an evaluation."""
 
 
+def mean_of_rounds(logged: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """What was logged for several parts of a step, each with its number of rollouts: one mean per name."""
+    means: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, metrics in logged for name in metrics):
+        parts = [(count, metrics[name]) for count, metrics in logged if name in metrics]
+        means[name] = sum(count * value for count, value in parts) / sum(count for count, _ in parts)
+    return means
+
+
 async def score_groups(worker: WorkerHandle, groups: list[Group], state: TrainerState) -> dict[str, float]:
     """Fill in the rewards of every rollout that was generated. Returns what the functions logged.
 

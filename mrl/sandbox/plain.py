@@ -18,6 +18,8 @@ from typing import Any
 
 MAX_DEPTH = 100
 MAX_NODES = 1_000_000
+CONTAINER = 4
+"""How many values a list, tuple, dict or set counts as, beside what it holds: an empty set takes 216 bytes."""
 MAX_BYTES = 4_000_000
 """Of one encoded value."""
 SMALL = 1 << 62
@@ -59,15 +61,16 @@ def dumps(value: Any, keep: Callable[[Any], Opaque] | None = None) -> str:
     return json.dumps({"o": [type_name(value), reason]})
 
 
-def loads(text: str | bytes, restore: Callable[[Opaque], Any] | None = None) -> Any:
+def loads(text: str | bytes, restore: Callable[[Opaque], Any] | None = None, left: list[int] | None = None) -> Any:
     """The value of `dumps`' text, from a writer nobody trusts. Raises PlainError.
 
-    restore: called for each Opaque inside; what it returns takes its place.
+    restore: called for each Opaque inside; what it returns takes its place. left: how many values may be read, in this
+    and in later calls; it is counted down.
     """
     if len(text) > MAX_BYTES:
         raise PlainError(f"more than {MAX_BYTES} bytes")
     try:
-        return _decode(json.loads(text, parse_constant=_refuse), 0, restore)
+        return _decode(json.loads(text, parse_constant=_refuse), 0, left or [MAX_NODES], restore)
     except PlainError:
         raise
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
@@ -113,6 +116,7 @@ def _encode(value: Any, depth: int, left: list[int], keep: Callable[[Any], Opaqu
     if depth >= MAX_DEPTH:
         raise PlainError(f"nested deeper than {MAX_DEPTH}")
     depth += 1
+    left[0] -= CONTAINER
     if kind is list:
         return [_encode(item, depth, left, keep) for item in value]
     if kind is tuple:
@@ -131,10 +135,10 @@ def _encode(value: Any, depth: int, left: list[int], keep: Callable[[Any], Opaqu
     raise PlainError(f"holds a {type_name(value)}" if depth > 1 else "")
 
 
-def _decode(node: Any, depth: int, restore: Callable[[Opaque], Any] | None) -> Any:
+def _decode(node: Any, depth: int, left: list[int], restore: Callable[[Opaque], Any] | None) -> Any:
     kind = type(node)
     if kind is list:
-        return _decode_items(node, depth, restore)
+        return _decode_items(node, depth, left, restore)
     if kind is not dict:
         return node
     if len(node) != 1:
@@ -143,15 +147,16 @@ def _decode(node: Any, depth: int, restore: Callable[[Opaque], Any] | None) -> A
     if tag in "tszd" and type(body) is not list:
         raise PlainError(f"tag {tag[:20]!r} without an array")
     if tag == "t":
-        return tuple(_decode_items(body, depth, restore))
+        return tuple(_decode_items(body, depth, left, restore))
     if tag == "d":
         if not all(type(pair) is list for pair in body):
             raise PlainError("tag 'd' without pairs")
-        pairs = [_pair(_decode_items(pair, depth + 1, restore)) for pair in body]
+        _count(left, CONTAINER - CONTAINER * len(body))  # a pair is a list only on the way
+        pairs = [_pair(_decode_items(pair, depth + 1, left, restore)) for pair in body]
         _spread([key for key, _ in pairs])
         return dict(pairs)
     if tag in ("s", "z"):
-        items = _spread(_decode_items(body, depth, restore))
+        items = _spread(_decode_items(body, depth, left, restore))
         return set(items) if tag == "s" else frozenset(items)
     if tag == "i" and type(body) is str:
         return int(body, 16)
@@ -160,7 +165,7 @@ def _decode(node: Any, depth: int, restore: Callable[[Opaque], Any] | None) -> A
     if tag == "b" and type(body) is str:
         return bytes.fromhex(body)
     if tag == "c" and type(body) is list:
-        real, imag = _pair(_decode_items(body, depth, restore))
+        real, imag = _pair(_decode_items(body, depth, left, restore))
         if type(real) is float and type(imag) is float:
             return complex(real, imag)
     if tag == "o" and type(body) is list:
@@ -171,10 +176,17 @@ def _decode(node: Any, depth: int, restore: Callable[[Opaque], Any] | None) -> A
     raise PlainError(f"unknown tag or body: {tag[:20]!r}")
 
 
-def _decode_items(items: list[Any], depth: int, restore: Callable[[Opaque], Any] | None) -> list[Any]:
+def _decode_items(items: list[Any], depth: int, left: list[int], restore: Callable[[Opaque], Any] | None) -> list[Any]:
+    _count(left, CONTAINER + len(items))
     if depth >= MAX_DEPTH + 2:
         raise PlainError(f"nested deeper than {MAX_DEPTH}")
-    return [_decode(item, depth + 1, restore) for item in items]
+    return [_decode(item, depth + 1, left, restore) for item in items]
+
+
+def _count(left: list[int], values: int) -> None:
+    left[0] -= values
+    if left[0] < 0:
+        raise PlainError("more values than are read")
 
 
 def _pair(items: list[Any]) -> tuple[Any, Any]:

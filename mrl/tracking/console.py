@@ -24,6 +24,8 @@ SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
     ("pass", "reward/pass_rate", "{:.0%}"),
     ("held-out", "eval/pass_rate", "{:.0%}"),
+    ("loss", "train/loss", "{:.4f}"),
+    ("held-out loss", "eval/loss", "{:.4f}"),
     ("tok/s", "rollout/tokens_per_second", "{:,.0f}"),
 )
 
@@ -55,7 +57,7 @@ class ConsoleTracker:
                 _TimeLeft(self.state),
                 console=self.console,
             )
-            self.bar = self.progress.add_task("train", total=run.total_steps, completed=run.step, shown="reward –")
+            self.bar = self.progress.add_task("train", total=run.total_steps, completed=run.step, shown="–")
             self.progress.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -116,7 +118,9 @@ class _State:
     def shown(self) -> str:
         """The figures, in one line."""
         return "  ".join(
-            f"{label} {form.format(self.values[name])}" for label, name, form in SHOWN if name in self.values
+            f"{label} {form.format(self.values[name])}"
+            for label, name, form in SHOWN
+            if name in self.values and not (name == "train/loss" and "reward/mean" in self.values)
         )
 
     def seconds_left(self) -> float | None:

@@ -1,7 +1,8 @@
 """The actor: it holds the policy that is trained, and takes one GRPO-family step at a time.
 
-A step's samples are laid out as right-padded rows. Causal models never look to the right, so no attention mask is
-needed, and every sampled token's logprob comes from the hidden state before it.
+A step's samples are cut into micro-batches, and each goes through the model as one line without padding, or where the
+model cannot, as right-padded rows (mrl.workers.forward). Every sampled token's logprob comes from the hidden state
+before it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms import LOSSES
-from mrl.algorithms.base import LossSettings, LossTerms, token_weights
-from mrl.algorithms.kl import kl_k3
-from mrl.algorithms.logprobs import logprobs_from_logits, token_logprobs
-from mrl.algorithms.mismatch import importance_weights
-from mrl.config import ModelConfig, TrainingConfig
+from mrl.algorithms.kl import estimate_kl
+from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
 from mrl.errors import TrainingError
-from mrl.models import autocast_dtype, load_model, load_tokenizer
+from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
-from mrl.types import TrainBatch, WeightRef, derive_seed
+from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
+from mrl.workers.compiled import CompiledLayers, try_compiled
+from mrl.workers.forward import Forward, evaluating
 from mrl.workers.lora import add_lora, merged_state_dict
+from mrl.workers.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
+from mrl.workers.objective import Objective, kl_estimator
+from mrl.workers.optimizer import check_offload, make_optimizer, make_scheduler
 from mrl.workers.publisher import Publisher
 from mrl.workers.rows import Rows, make_rows
 from mrl.workers.snapshot import fits_in_memory_twice, load_snapshot, take_snapshot
@@ -46,9 +48,17 @@ class ActorWorker:
     `total_steps` shapes the learning-rate schedule.
     """
 
-    def __init__(self, model: dict[str, Any], training: dict[str, Any], total_steps: int) -> None:
+    def __init__(
+        self,
+        model: dict[str, Any],
+        training: dict[str, Any],
+        total_steps: int,
+        algorithm: dict[str, Any] | None = None,
+    ) -> None:
         self.model_config = ModelConfig(**model)
         self.config = TrainingConfig(**training)
+        self.algorithm = AlgorithmConfig(**(algorithm or {}))
+        self.objective = Objective(self.algorithm, self.config.num_iterations)
         self.total_steps = total_steps
         self.step = 0
         self.skipped_in_a_row = 0
@@ -64,6 +74,7 @@ class ActorWorker:
     def initialize(self) -> dict[str, Any]:
         """Load the policy and build its optimizer. Returns facts about it. Raises ModelError."""
         config = self.config
+        check_offload(config, pick_device(self.model_config.device))
         torch.manual_seed(derive_seed(config.seed, "actor"))
         self.tokenizer = load_tokenizer(self.model_config)
         self.model: PreTrainedModel = load_model(self.model_config)
@@ -72,25 +83,33 @@ class ActorWorker:
         self.reference = None
         if self.model_config.use_lora:
             self.model = add_lora(self.model, self.model_config)
-        elif config.beta > 0:
-            self.reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+        elif self.algorithm.beta > 0:
+            # It shares the policy's configuration, in which the attention over packed rows is switched on and off.
+            shared = {id(self.model.config): self.model.config}
+            self.reference = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if self.model_config.use_lora:
                 self.model.enable_input_require_grads()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = self._make_optimizer()
-        self.scheduler = self._make_scheduler()
-        self.loss = LOSSES.get(config.loss_type)
-        self.settings = _loss_settings(config)
-        self.chunked_head = self._chunked_head_agrees()
+        self.optimizer = make_optimizer(self.parameters, config, self.device)
+        self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
+        self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
+        self.compiled: CompiledLayers | None = None
+        notices = self.forward.notices
+        if config.torch_compile:
+            self.compiled, problem = try_compiled(self.model, self.device)
+            notices = [*notices, problem] if problem else notices
         self.dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
         return {
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trainable_parameters": sum(p.numel() for p in self.parameters),
             "device": str(self.device),
             "forward_dtype": str(self.autocast_dtype or torch.float32).removeprefix("torch."),
-            "chunked_logprobs": self.chunked_head,
+            "full_logits": self.forward.head is None,
+            "packing": self.forward.packs,
+            "compiled": self.compiled is not None,
+            "notices": notices,
         }
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
@@ -103,21 +122,46 @@ class ActorWorker:
         if not batch.samples:
             return self._pass_over()
         rows = make_rows(batch, self.device)
-        rows.weights_BT = token_weights(
-            rows.mask_BT,
-            self.loss.normalization,
-            max_completion_length=self.config.max_completion_length,
-            num_sequences=batch.num_sequences,
-            num_tokens=batch.num_tokens,
-        )
-        if self.config.num_iterations > 1 or self.dropout:
-            rows.old_logprobs_BT = self._logprobs(self.model, rows)
-        if self.config.beta > 0:
-            rows.ref_logprobs_BT = self._reference_logprobs(rows)
+        micro_batches = self._micro_batches(batch.samples)
+        entropy_BT = None
+        if self.objective.needs_entropies or self.dropout:
+            rows.old_logprobs_BT, entropy_BT = self._old_policy(rows, micro_batches)
+        self.objective.prepare(rows, batch, entropy_BT)
+        parts = [rows.take(index) for index in micro_batches]
+        for part in parts:
+            if self.objective.kl_in_loss and part.ref_logprobs_BT is None:
+                part.ref_logprobs_BT = self._reference_logprobs(part)
         metrics = StepMetrics()
         for _ in range(self.config.num_iterations):
-            self._update(rows, metrics)
+            self._update(parts, metrics)
         return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
+
+    def reference_logprobs(self, samples: list[Sample], temperature: float) -> list[list[float]]:
+        """Logprobs of the samples' tokens under the policy before training, for `Sample.reference_logprobs`; 0 where
+        the policy did not sample. May run while the samples are being scored."""
+        logprobs: list[list[float]] = [[] for _ in samples]
+        if not samples:
+            return logprobs
+        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        for index in self._micro_batches(samples):
+            for row, values in zip(index, self._reference_logprobs(rows.take(index)).tolist(), strict=True):
+                logprobs[row] = values[: len(samples[row].completion_ids)]
+        return logprobs
+
+    def reference_kl(self, samples: list[Sample], temperature: float) -> list[float]:
+        """KL to the reference model of each sample, in nats: the sum of the estimates at its sampled tokens."""
+        kl = [0.0] * len(samples)
+        if not samples:
+            return kl
+        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        for index in self._micro_batches(samples):
+            part = rows.take(index)
+            reference_BT = self._reference_logprobs(part) if part.ref_logprobs_BT is None else part.ref_logprobs_BT
+            kl_BT = estimate_kl(self._logprobs(self.model, part)[0], reference_BT, kl_estimator(self.algorithm))
+            sums_B = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(dim=1, dtype=torch.float64)
+            for row, value in zip(index, sums_B.tolist(), strict=True):
+                kl[row] = value
+        return kl
 
     def get_weights(self) -> dict[str, Tensor]:
         """The policy's tensors under their Hugging Face names, adapters merged; detached, not copied where possible."""
@@ -173,14 +217,18 @@ class ActorWorker:
 
     # --- one update -------------------------------------------------------------------------------------------------
 
-    def _update(self, rows: Rows, metrics: StepMetrics) -> None:
+    def _update(self, parts: list[Rows], metrics: StepMetrics) -> None:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
-        for part in rows.split(self.config.gradient_accumulation_steps):
-            part_loss = self._part_loss(part, metrics)
-            part_loss.backward()
-            loss += part_loss.item()
+        with self.forward.attention(), self.compiled.active() if self.compiled else contextlib.nullcontext():
+            for part in parts:
+                part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
+                part_loss.backward()
+                loss += part_loss.item()
+        for part in parts:  # the policy before the first update is what that update's own pass has shown
+            if part.old_logprobs_BT is None:
+                part.old_logprobs_BT = part.new_logprobs_BT
         if self.keep_gradient_norms:
             named = ((name, p.grad) for name, p in self.model.named_parameters())
             self.gradient_norms = {name: grad.norm().item() for name, grad in named if grad is not None}
@@ -206,39 +254,6 @@ class ActorWorker:
             warnings.simplefilter("ignore")  # torch warns when the first update was skipped
             self.scheduler.step()
 
-    def _part_loss(self, part: Rows, metrics: StepMetrics) -> Tensor:
-        """This micro-batch's share of the batch's loss."""
-        logprobs_BT, entropy_BT = self._forward(self.model, part)
-        detached_BT = logprobs_BT.detach()
-        trainer_BT = detached_BT if part.old_logprobs_BT is None else part.old_logprobs_BT
-        # One update per batch: the old policy is this one, and the ratio is 1 even where dropout is drawn anew.
-        old_BT = detached_BT if self.config.num_iterations == 1 else trainer_BT
-        policy = self.loss.per_token(LossTerms(logprobs_BT, old_BT, part.advantages_BT, part.mask_BT), self.settings)
-        correction_BT = importance_weights(
-            trainer_BT,
-            part.sampler_logprobs_BT,
-            part.mask_BT,
-            self.config.importance_sampling,
-            self.config.importance_sampling_cap,
-        )
-        loss_BT = policy.loss_BT * correction_BT
-        kl_BT = None
-        if part.ref_logprobs_BT is not None:
-            kl_BT = kl_k3(logprobs_BT, part.ref_logprobs_BT)
-            loss_BT = loss_BT + self.config.beta * kl_BT
-        metrics.tokens(
-            part.mask_BT,
-            entropy=entropy_BT,
-            ratio=policy.ratio_BT,
-            clipped_low_fraction=policy.clipped_low_BT,
-            clipped_high_fraction=policy.clipped_high_BT,
-            importance_weight=correction_BT,
-            logprob_gap=(trainer_BT - part.sampler_logprobs_BT).abs(),
-            **({} if kl_BT is None else {"kl": kl_BT.detach()}),
-        )
-        # Multiplying by the weights is not enough: 0 x inf is NaN, and padding may hold anything.
-        return torch.where(part.weights_BT > 0, loss_BT, 0.0).mul(part.weights_BT).sum()
-
     def _watch_for_divergence(self, finite: bool, loss: float, grad_norm: float) -> None:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -251,94 +266,34 @@ class ActorWorker:
     # --- forward passes ---------------------------------------------------------------------------------------------
 
     def _forward(self, model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of the completions' tokens at the sampler's temperature; B×T, zero where padded."""
-        row_N, slot_N = rows.valid_BT.nonzero(as_tuple=True)
-        source_N = rows.prompt_lengths_B[row_N] + slot_N - 1
-        targets_N = rows.completion_BT[row_N, slot_N]
-        causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-        with self._autocast():
-            if self.chunked_head:
-                hidden_BLH = causal_lm.get_decoder()(input_ids=rows.ids_BL, use_cache=False).last_hidden_state
-                hidden_NH, head = hidden_BLH[row_N, source_N], causal_lm.get_output_embeddings()
-                logprobs_N, entropy_N = token_logprobs(
-                    hidden_NH, head.weight, head.bias, targets_N, rows.temperature, compute_dtype=self.autocast_dtype
-                )
-            else:
-                logits_NV = causal_lm(input_ids=rows.ids_BL, use_cache=False).logits[row_N, source_N]
-                logprobs_N, entropy_N = logprobs_from_logits(logits_NV, targets_N, rows.temperature)
-        empty_BT = torch.zeros(rows.mask_BT.shape, device=self.device)
-        return empty_BT.index_put((row_N, slot_N), logprobs_N), empty_BT.index_put((row_N, slot_N), entropy_N)
+        """Logprobs and entropies of the tokens the policy sampled, at the sampler's temperature; B×T, 0 elsewhere."""
+        logprobs_BT, entropy_BT = self.forward.logprobs(model, rows, entropy_grad=self.objective.entropy_grad)
+        rows.new_logprobs_BT = logprobs_BT.detach()
+        return logprobs_BT, entropy_BT
 
     @torch.no_grad()
-    def _logprobs(self, model: Any, rows: Rows) -> Tensor:
-        model.eval()
-        parts = rows.split(self.config.gradient_accumulation_steps)
-        logprobs_BT = torch.zeros(rows.mask_BT.shape, device=self.device)
-        for part in parts:
-            logprobs_BT[part.index_B, : part.mask_BT.shape[1]] = self._forward(model, part)[0]
-        return logprobs_BT
+    def _logprobs(self, model: Any, rows: Rows, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
+        with evaluating(model), self.forward.attention():
+            return self.forward.logprobs(model, rows, entropy=entropy)
+
+    def _old_policy(self, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of the whole batch before its first update; B×T each."""
+        logprobs_BT, entropy_BT = torch.zeros_like(rows.mask_BT), torch.zeros_like(rows.mask_BT)
+        for index in micro_batches:
+            part = rows.take(index)
+            place = (torch.tensor(index, device=self.device), slice(part.mask_BT.shape[1]))
+            logprobs_BT[place], entropy_BT[place] = self._logprobs(self.model, part, entropy=True)
+        return logprobs_BT, entropy_BT
 
     def _reference_logprobs(self, rows: Rows) -> Tensor:
         if self.reference is not None:
-            return self._logprobs(self.reference, rows)
+            return self._logprobs(self.reference, rows)[0]
         with self.model.disable_adapter():  # type: ignore[operator]
-            return self._logprobs(self.model, rows)
+            return self._logprobs(self.model, rows)[0]
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.autocast_dtype)
-
-    @torch.no_grad()
-    def _chunked_head_agrees(self) -> bool:
-        """Whether logits are just head(hidden), so that they need never exist at once.
-
-        Tried rather than looked up: models scale or cap their logits, and adapters wrap their heads, in many ways.
-        """
-        causal_lm = self.model.get_base_model() if self.model_config.use_lora else self.model  # type: ignore[operator]
-        head = causal_lm.get_output_embeddings()
-        if type(head) is not torch.nn.Linear:
-            return False
-        probe_BL = torch.arange(8, device=self.device)[None] % causal_lm.config.get_text_config().vocab_size
-        try:
-            hidden_BLH = causal_lm.get_decoder()(input_ids=probe_BL, use_cache=False).last_hidden_state
-        except (AttributeError, TypeError):
-            return False
-        logits_BLV = causal_lm(input_ids=probe_BL, use_cache=False).logits
-        return torch.allclose(head(hidden_BLH), logits_BLV, rtol=1e-4, atol=1e-4)
-
-    # --- set-up -----------------------------------------------------------------------------------------------------
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        config = self.config
-        matrices = [p for p in self.parameters if p.dim() >= 2]
-        others = [p for p in self.parameters if p.dim() < 2]
-        return torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            fused=self.device.type in ("cpu", "cuda"),
-        )
-
-    def _make_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
-        from transformers import get_scheduler
-
-        return get_scheduler(
-            "constant_with_warmup" if self.config.lr_scheduler_type == "constant" else self.config.lr_scheduler_type,
-            self.optimizer,
-            num_warmup_steps=self.config.warmup_steps * self.config.num_iterations,
-            num_training_steps=self.total_steps * self.config.num_iterations,
-        )
-
-
-def _loss_settings(config: TrainingConfig) -> LossSettings:
-    default_high = 5.0 if config.loss_type == "cispo" else config.epsilon
-    return LossSettings(
-        epsilon_low=config.epsilon,
-        epsilon_high=config.epsilon_high if config.epsilon_high is not None else default_high,
-        sapo_temperature_pos=config.sapo_temperature_pos,
-        sapo_temperature_neg=config.sapo_temperature_neg,
-    )
+    def _micro_batches(self, samples: list[Sample]) -> list[list[int]]:
+        if self.config.gradient_accumulation_steps > 1:
+            return by_count(samples, self.config.gradient_accumulation_steps)
+        default = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
+        most = self.config.max_tokens_per_micro_batch or default
+        return by_tokens(samples, most, shared_prompts=self.forward.packs)

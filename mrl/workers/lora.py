@@ -13,20 +13,26 @@ from mrl.errors import ConfigError
 
 def add_lora(model: Any, config: ModelConfig) -> Any:
     """Wrap `model` with a fresh adapter; only that trains. Raises ConfigError for target modules there are not."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    adapter = LoraConfig(
+    try:
+        return get_peft_model(model, lora_config(config))
+    except ValueError as error:
+        linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+        raise ConfigError(f"lora_target_modules: {error}. Linear layers of this model: {', '.join(linear)}") from None
+
+
+def lora_config(config: ModelConfig, task_type: str = "CAUSAL_LM") -> Any:
+    """The adapter that the options describe, as peft has it."""
+    from peft import LoraConfig
+
+    return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
-        task_type="CAUSAL_LM",
+        task_type=task_type,
     )
-    try:
-        return get_peft_model(model, adapter)
-    except ValueError as error:
-        linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-        raise ConfigError(f"lora_target_modules: {error}. Linear layers of this model: {', '.join(linear)}") from None
 
 
 @torch.no_grad()

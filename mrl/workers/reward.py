@@ -11,7 +11,7 @@ from mrl.errors import ConfigError
 from mrl.rewards import check_columns, resolve_rewards
 from mrl.rewards.base import RewardReport, RewardRequest
 from mrl.rewards.combine import score_rows
-from mrl.sandbox import SANDBOXES
+from mrl.sandbox import make_factory
 from mrl.sandbox.base import Limits, Sandbox
 
 
@@ -25,14 +25,16 @@ class RewardWorker:
         reward_timeout: float | None = 60.0,
         sandbox: str | Callable[[], Sandbox] = "auto",
         sandbox_limits: dict[str, Any] | None = None,
+        sandbox_options: dict[str, Any] | None = None,
     ) -> None:
         """reward_funcs: see `resolve_rewards`. reward_weights: one per reward, for a weighted sum instead of the mean.
         reward_timeout: seconds for one call of a reward function. sandbox: its name, or what makes one.
-        sandbox_limits: fields of `Limits` by name. Raises RewardError and ConfigError.
+        sandbox_limits: fields of `Limits` by name. sandbox_options: arguments of the named sandbox. Raises RewardError
+        and ConfigError.
         """
         if reward_timeout is not None and not reward_timeout > 0:
             raise ConfigError(f"reward_timeout: {reward_timeout} is not a number of seconds above 0")
-        self._make_sandbox = SANDBOXES.get(sandbox) if isinstance(sandbox, str) else sandbox
+        self._make_sandbox = make_factory(sandbox, sandbox_options) if isinstance(sandbox, str) else sandbox
         self._sandbox: Sandbox | None = None
         self.rewards = resolve_rewards(
             reward_funcs,
@@ -62,7 +64,10 @@ class RewardWorker:
         )
 
     async def close(self) -> None:
-        """End the sandbox, and whatever it runs."""
+        """End the sandbox, and whatever it runs, and rewards that hold something."""
+        for reward in self.rewards:
+            if close := getattr(reward, "close", None):
+                close()
         if self._sandbox is not None:
             await self._sandbox.close()
 

@@ -1,50 +1,52 @@
-"""A train batch as tensors: right-padded rows that can be split into micro-batches."""
+"""A train batch as tensors: right-padded rows that can be cut into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.types import TrainBatch
+from mrl.types import Sample, TrainBatch
 
 
 @dataclass
 class Rows:
-    """A batch as tensors: B rows of L tokens, of which at most T are the completion's."""
+    """A batch, or a micro-batch of it, as tensors: B rows of L tokens, of which at most T are the completion's."""
 
-    index_B: Tensor
-    """Where each row stands in the whole batch."""
+    samples: list[Sample]
     ids_BL: Tensor
     prompt_lengths_B: Tensor
     completion_lengths_B: Tensor
     completion_BT: Tensor
     mask_BT: Tensor
-    valid_BT: Tensor
     advantages_BT: Tensor
     sampler_logprobs_BT: Tensor
     temperature: float
     weights_BT: Tensor
     old_logprobs_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
+    new_logprobs_BT: Tensor | None = None
+    """Of the latest pass that trained on these rows, without its gradient."""
+    kept_BT: Tensor | None = None
+    """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
+    entropy_weights_BT: Tensor | None = None
+    layout: Any = None
+    """How the rows went through the model the last time (see mrl.workers.forward), for the next pass over them."""
 
-    def split(self, parts: int) -> Iterator[Rows]:
-        """Micro-batches of about equal row counts, sorted by length so that little is padded."""
-        lengths_B = self.prompt_lengths_B + self.completion_lengths_B
-        order_B = torch.argsort(lengths_B, stable=True, descending=True)
-        for index_B in order_B.tensor_split(min(parts, len(order_B))):
-            longest, completion = int(lengths_B[index_B].max()), int(self.completion_lengths_B[index_B].max())
-            cut = {
-                name: value[index_B]
-                if value.dim() == 1
-                else value[index_B, : longest if name == "ids_BL" else completion]
-                for name, value in vars(self).items()
-                if isinstance(value, Tensor)
-            }
-            yield replace(self, **cut)  # type: ignore[arg-type]
+    def take(self, index: list[int]) -> Rows:
+        """The rows with these indices, cut to the longest of them."""
+        index_B = torch.tensor(index, device=self.mask_BT.device)
+        longest = int((self.prompt_lengths_B + self.completion_lengths_B)[index_B].max())
+        completion = int(self.completion_lengths_B[index_B].max())
+        cut = {
+            name: value[index_B] if value.dim() == 1 else value[index_B, : longest if name == "ids_BL" else completion]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, samples=[self.samples[i] for i in index], layout=None, **cut)  # type: ignore[arg-type]
 
 
 def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
@@ -59,16 +61,30 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
         return filled.to(device)
 
     mask_BT = table([s.mask for s in samples], completion, torch.float32)
+    reference = [s.reference_logprobs for s in samples]
     return Rows(
-        index_B=torch.arange(len(samples), device=device),
+        samples=samples,
         ids_BL=table([s.prompt_ids + s.completion_ids for s in samples], longest, torch.long),
         prompt_lengths_B=torch.tensor([len(s.prompt_ids) for s in samples], device=device),
         completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
         completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
         mask_BT=mask_BT,
-        valid_BT=table([[1] * len(s.completion_ids) for s in samples], completion, torch.bool),
-        advantages_BT=torch.tensor(batch.advantages, dtype=torch.float32, device=device)[:, None].expand_as(mask_BT),
+        advantages_BT=_advantages(batch, table, mask_BT),
         sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
         temperature=batch.temperature,
         weights_BT=torch.empty_like(mask_BT),
+        ref_logprobs_BT=None
+        if any(values is None for values in reference)
+        else table([values or [] for values in reference], completion, torch.float32),
     )
+
+
+def _advantages(batch: TrainBatch, table: Callable[..., Tensor], mask_BT: Tensor) -> Tensor:
+    if not any(isinstance(advantage, list) for advantage in batch.advantages):
+        by_sample_B = torch.tensor(batch.advantages, dtype=torch.float32, device=mask_BT.device)
+        return by_sample_B[:, None].expand_as(mask_BT)
+    by_token = [
+        advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)
+        for advantage, sample in zip(batch.advantages, batch.samples, strict=True)
+    ]
+    return table(by_token, mask_BT.shape[1], torch.float32)

@@ -83,13 +83,13 @@ def test_rows_without_filters_are_left_alone_beside_rows_with_them():
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**20))
 def test_uniforms_are_splitmix64_inside_the_open_interval(seed, position):
-    u = uniforms(torch.tensor([seed]), position).item()
+    u = uniforms(torch.tensor([seed]), torch.tensor([position])).item()
     assert u == splitmix(seed, position)
     assert 0 < u < 1
 
 
 def test_uniforms_of_neighbouring_seeds_and_positions_are_uniform_and_unrelated():
-    u = torch.stack([uniforms(torch.arange(400), position) for position in range(100)]).numpy()
+    u = torch.stack([uniforms(torch.arange(400), torch.tensor(position)) for position in range(100)]).numpy()
     counts = np.histogram(u, bins=20, range=(0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
     assert abs(np.corrcoef(u[:-1].ravel(), u[1:].ravel())[0, 1]) < 0.02
@@ -139,7 +139,7 @@ def test_sampled_frequencies_match_the_distribution(params):
     logits = np.random.default_rng(5).normal(0, 1.5, vocab_size).astype(np.float32)
     expected = reference_probs(logits, params)
     rows = RowParams.build([params] * n, range(n), CPU)
-    ids, logprobs, _ = sample(torch.from_numpy(logits).expand(n, -1), rows, position=3)
+    ids, logprobs, _ = sample(torch.from_numpy(logits).expand(n, -1), rows, torch.full((n,), 3))
     counts = np.bincount(ids.numpy(), minlength=vocab_size)
     assert counts[expected == 0].sum() == 0
     live = expected > 0
@@ -151,7 +151,7 @@ def test_sampled_frequencies_match_the_distribution(params):
 def test_greedy_rows_take_the_most_likely_token_with_logprob_zero():
     logits = torch.randn(4, 50)
     rows = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0), SamplingParams()]
-    ids, logprobs, _ = sample(logits, RowParams.build(rows, [1, 2, 3, 4], CPU), 0)
+    ids, logprobs, _ = sample(logits, RowParams.build(rows, [1, 2, 3, 4], CPU), torch.zeros(4, dtype=torch.int64))
     assert torch.equal(ids[[0, 2]], logits[[0, 2]].argmax(-1))
     assert logprobs[[0, 2]].tolist() == [0.0, 0.0]
     assert (logprobs[[1, 3]] < 0).all()
@@ -162,16 +162,18 @@ def test_logits_that_are_not_finite_are_reported_for_their_row(poison):
     logits = torch.randn(3, 300)
     logits[1, 17] = poison
     for params in (SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0)):
-        usable = sample(logits, RowParams.build([params] * 3, [1, 2, 3], CPU), 0)[2]
+        usable = sample(logits, RowParams.build([params] * 3, [1, 2, 3], CPU), torch.zeros(3, dtype=torch.int64))[2]
         assert usable.tolist() == [True, False, True]
     logits[1, 17] = -float("inf")  # a model may rule out a token itself
-    assert sample(logits, RowParams.build([SamplingParams()] * 3, [1, 2, 3], CPU), 0)[2].all()
+    assert sample(logits, RowParams.build([SamplingParams()] * 3, [1, 2, 3], CPU), torch.zeros(3, dtype=torch.int64))[
+        2
+    ].all()
 
 
 def test_slices_of_rows_give_the_same_tokens(monkeypatch):
     logits = torch.randn(11, 100)
     params = RowParams.build([SamplingParams(top_k=i) for i in range(11)], range(11), CPU)
-    whole = sample(logits, params, 2)
+    whole = sample(logits, params, torch.full((len(logits),), 2))
     monkeypatch.setattr(sampling, "_MAX_DRAW_ELEMENTS", 400)
-    for a, b in zip(whole, sample(logits, params, 2), strict=True):
+    for a, b in zip(whole, sample(logits, params, torch.full((len(logits),), 2)), strict=True):
         assert torch.equal(a, b)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mrl.engines import stop_strings
+from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers import TransformersEngine
 from mrl.types import GenerateRequest, SamplingParams
 
@@ -43,6 +46,61 @@ def test_ends_at_the_first_token_after_which_the_string_occurs(tiny_model, token
                 assert cut.finish_reason == "stop"
                 stopped += 1
     assert stopped >= 10
+
+
+@pytest.mark.parametrize("name", ["byte-level", "metaspace", "wordpiece", "byte fallback"])
+def test_tokens_that_cannot_complete_a_string_are_told_apart(name):
+    """Whatever the tokenizer does between tokens: skipping those tokens loses no end."""
+    tokenizer = tokenizer_of(name)
+    generator = torch.Generator().manual_seed(0)
+    stops = [("ab",), ("b c",), ("cab", "é"), ("c ",), ("a", "zzz"), ("zq",)]
+    skipped = 0
+    for stop in stops:
+        finder = StopStrings(tokenizer)
+        for _ in range(30):
+            ids = torch.randint(0, len(tokenizer), (1, 12), generator=generator)
+            finder.watch([stop], len(tokenizer), torch.device("cpu"))
+            running, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
+            ends = [n for n in range(12) if finder.found(ids, one * n, ids[:, n], running)]
+            assert (ends[0] + 1 if ends else None) == first_end(tokenizer, ids[0].tolist(), stop)
+        skipped += int((~finder._known[stop]).sum())
+    assert skipped > 3 * len(tokenizer)
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    pieces = ["a", "b", "c", "ab", "bc", "z", "q", "x"]
+    if name == "byte-level":
+        model, decoder = models.BPE({p: i for i, p in enumerate([*pieces, "Ġ", "Ġa", "bĠ", "Ã", "©"])}, []), "ByteLevel"
+    elif name == "wordpiece":
+        model, decoder = (
+            models.WordPiece({p: i for i, p in enumerate([*pieces, "##a", "##b", "##c", "é"])}),
+            "WordPiece",
+        )
+    else:
+        more = ["▁", "▁a", "▁c", "é"] if name == "metaspace" else ["▁", "▁a", "▁c", "<0xC3>", "<0xA9>"]
+        model, decoder = models.BPE({p: i for i, p in enumerate([*pieces, *more])}, []), "Metaspace"
+    fast = Tokenizer(model)
+    fast.decoder = getattr(decoders, decoder)()
+    if name == "byte fallback":
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        fast.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=fast)
+
+
+def test_text_is_decoded_only_where_a_string_can_have_ended(tiny_model, tokenizer, monkeypatch):
+    engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(tiny_model), tokenizer, max_model_len=256)
+    decoded = []
+    decode = StopStrings._decode
+    monkeypatch.setattr(StopStrings, "_decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    prompt = tuple(tokenizer("abc")["input_ids"])
+    sampling = SamplingParams(max_tokens=100, stop=("never occurs in random text",))
+    requests = [GenerateRequest(str(n), prompt, sampling, n) for n in range(40)]
+    tokens = sum(len(c.token_ids) for c in asyncio.run(engine.generate(requests)))
+    first = len(decoded)
+    assert first < tokens / 4
+    again = [GenerateRequest(str(n), prompt, sampling, n + 99) for n in range(40)]
+    tokens = sum(len(c.token_ids) for c in asyncio.run(engine.generate(again)))
+    assert len(decoded) - first < tokens / 8
 
 
 def first_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop: tuple[str, ...]) -> int | None:

@@ -52,6 +52,14 @@ def test_a_program_is_graded(files, capsys):
     assert "passed: 1 of 1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("options", [["modules=[numpy]", "slots=1"], ['{"modules": ["numpy"]}']])
+def test_third_party_modules_can_be_allowed(files, capsys, options):
+    arguments = files("import numpy\ndef f(n): return int(numpy.arange(n).sum())", ["assert f(5) == 10"])
+    assert mrl(*arguments) == 1
+    assert "No module named 'numpy'" in capsys.readouterr().out
+    assert mrl(*arguments, "--sandbox-options", *options) == 0
+
+
 def test_the_timeout_counts(files, capsys):
     assert mrl(*files("while True: pass", ["assert f(1)"]), "--timeout", "0.5") == 1
     assert "timeout: 0 of 1" in capsys.readouterr().out
@@ -66,6 +74,9 @@ def test_the_timeout_counts(files, capsys):
         (["assert f"], ["--timeout", "-1"], "timeout"),
         (["assert f"], ["--memory-mb", "1"], "memory_mb"),
         (["assert f"], ["--sandbox", "docker"], "'docker' is not available"),
+        (["assert f"], ["--sandbox-options", "slot=1"], "it has slots, layer, unsafe, modules"),
+        (["assert f"], ["--sandbox-options", "slots"], "not of the form key=value"),
+        (["assert f"], ["--sandbox-options", "modules=[none_such]"], "'none_such' is not installed"),
     ],
 )
 def test_what_can_be_mended_ends_with_2(files, capsys, tests, options, message):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.algorithms.base import LossSettings, LossTerms, token_weights
 from mrl.algorithms.grpo import GRPO
+from mrl.config import AlgorithmConfig
 from mrl.errors import CheckpointError, ConfigError, SyncError, TrainingError
 from mrl.types import Sample, TrainBatch
 from mrl.workers.actor import ActorWorker
@@ -19,11 +20,12 @@ from mrl.workers.actor import ActorWorker
 LR = 1e-3
 
 
-def make_actor(model: str, *, lora: bool = False, dropout: float = 0.0, **training: object) -> ActorWorker:
+def make_actor(model: str, *, lora: bool = False, dropout: float = 0.0, **options: object) -> ActorWorker:
     settings = {"model": model, "device": "cpu"}
     if lora:
         settings |= {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": dropout}
-    actor = ActorWorker(settings, {"learning_rate": LR, **training}, total_steps=10)
+    algorithm = {name: options.pop(name) for name in list(options) if name in AlgorithmConfig.model_fields}
+    actor = ActorWorker(settings, {"learning_rate": LR, **options}, total_steps=10, algorithm=algorithm)
     actor.initialize()
     return actor
 
@@ -60,16 +62,27 @@ def parameters(actor: ActorWorker) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
 def test_the_update_does_not_depend_on_the_split(tiny_model: str, loss_type: str) -> None:
+    """By count or by tokens, packed or padded, with prompts shared or not, and in whatever order the samples come."""
     batch = make_batch(tiny_model)
+    for sample in batch.samples[3:]:
+        sample.prompt_ids = batch.samples[3].prompt_ids  # a group
+    splits: list[dict[str, object]] = [{"gradient_accumulation_steps": parts} for parts in (1, 2, 3, 7, 50)]
+    splits += [{"max_tokens_per_micro_batch": tokens} for tokens in (1, 20, 40, 1000)]
+    splits += [{**split, "packing": False} for split in splits]
     gradients, metrics = [], []
-    for parts in (1, 2, 3, 7, 50):
-        actor = make_actor(tiny_model, loss_type=loss_type, gradient_accumulation_steps=parts)
-        metrics.append(actor.train_step(batch))
-        gradients.append([state["exp_avg"] for state in actor.optimizer.state.values()])  # 0.1 x the gradient
-    for other, numbers in zip(gradients[1:], metrics[1:], strict=True):
-        torch.testing.assert_close(other, gradients[0], atol=1e-7, rtol=1e-4)
+    for number, split in enumerate(splits):
+        order = torch.randperm(len(batch.samples), generator=torch.Generator().manual_seed(number)).tolist()
+        shuffled = copy.copy(batch)
+        shuffled.samples = [batch.samples[i] for i in order]
+        shuffled.advantages = [batch.advantages[i] for i in order]
+        actor = make_actor(tiny_model, loss_type=loss_type, max_grad_norm=1e9, **split)
+        metrics.append(actor.train_step(shuffled))
+        gradients.append([10 * state["exp_avg"] for state in actor.optimizer.state.values()])
+    for split, other, numbers in zip(splits[1:], gradients[1:], metrics[1:], strict=True):
+        for mine, first in zip(other, gradients[0], strict=True):
+            torch.testing.assert_close(mine, first, atol=1e-6, rtol=1e-4, msg=str(split))
         for name, value in metrics[0].items():
-            assert numbers[name] == pytest.approx(value, abs=1e-4, rel=1e-3), name
+            assert numbers[name] == pytest.approx(value, abs=1e-4, rel=1e-3), (name, split)
 
 
 @pytest.mark.parametrize("fixture", ["tiny_model", "untied_model"])
@@ -156,6 +169,88 @@ def test_kl_is_to_the_reference_and_starts_at_zero(tiny_model: str, lora: bool) 
     torch.testing.assert_close(held, reference)
 
 
+def test_what_is_known_is_not_computed_again(tiny_model: str) -> None:
+    """The first update's own pass tells the old policy's logprobs; reference logprobs may come with the samples."""
+    batch = make_batch(tiny_model)
+    passes = []
+    for reference_known in (False, True):
+        actor = make_actor(tiny_model, num_iterations=3, beta=0.1, learning_rate=1e-2)
+        if reference_known:
+            known = actor.reference_logprobs(batch.samples, batch.temperature)
+            for sample, logprobs in zip(batch.samples, known, strict=True):
+                sample.reference_logprobs = logprobs
+        counted = []
+        for model in (actor.model, actor.reference):
+            assert model is not None
+            model.get_decoder().register_forward_hook(lambda *_, count=counted: count.append(1))
+        metrics = actor.train_step(batch)
+        passes.append((len(counted), metrics))
+    assert [count for count, _ in passes] == [4, 3]
+    assert passes[0][1] == passes[1][1]
+    assert passes[0][1]["train/ratio_max"] > 1.01
+
+
+def test_old_logprobs_are_those_of_a_pass_before_the_update(tiny_model: str) -> None:
+    batch = make_batch(tiny_model)
+    actor = make_actor(tiny_model, num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-2)
+    before = copy.deepcopy(actor.model)
+    seen = []
+    update = actor._update
+    actor._update = lambda parts, metrics: (update(parts, metrics), seen.append(parts))  # type: ignore[method-assign]
+    actor.train_step(batch)
+    for part in seen[-1]:
+        for row, sample in enumerate(part.samples):
+            with torch.no_grad():
+                expected = logprobs_of(before, sample.prompt_ids, sample.completion_ids, batch.temperature)
+            got = part.old_logprobs_BT[row, : len(expected)]
+            torch.testing.assert_close(got, expected * torch.tensor(sample.mask), atol=1e-5, rtol=1e-5)
+            assert (part.new_logprobs_BT[row, : len(expected)] - got).abs().max() > 1e-4
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_the_same_and_resume_bit_for_bit(tiny_model: str, tmp_path: Path) -> None:
+    """Also with activation checkpointing and packing; sampling meanwhile is not compiled."""
+    batch = make_batch(tiny_model)
+    for options in ({}, {"packing": False}, {"gradient_checkpointing": True, "num_iterations": 2}):
+        plain = make_actor(tiny_model, **options)
+        actor = make_actor(tiny_model, torch_compile=True, **options)
+        assert actor.compiled is not None
+        expected, got = plain.train_step(batch), actor.train_step(batch)
+        for name, value in expected.items():
+            assert got[name] == pytest.approx(value, abs=1e-4, rel=1e-3), name
+        assert all(layer._compiled_call_impl is None for layer, _ in actor.compiled.layers)
+        path = str(tmp_path / f"step-{len(list(tmp_path.iterdir()))}")
+        actor.save_checkpoint(path, {})
+        AutoModelForCausalLM.from_pretrained(path)
+        resumed = make_actor(tiny_model, torch_compile=True, **options)
+        resumed.load_checkpoint(path)
+        assert resumed.train_step(batch) == actor.train_step(batch)
+        for name, value in parameters(actor).items():
+            assert torch.equal(parameters(resumed)[name], value), name
+
+
+def test_compiling_that_fails_is_said_and_done_without(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    actor = ActorWorker({"model": tiny_model, "device": "cpu"}, {"torch_compile": True}, total_steps=1)
+    facts = actor.initialize()
+    assert facts["compiled"] is False
+    assert any("torch_compile" in notice and "no C++ compiler" in notice for notice in facts["notices"])
+    assert actor.train_step(make_batch(tiny_model))["train/updates_skipped"] == 0
+
+
+def test_the_reference_agrees_where_rows_share_a_prompt(tiny_model: str) -> None:
+    """Rows of one prompt lie on one line: the copy of the model has to attend over it as the policy does."""
+    batch = make_batch(tiny_model)
+    for sample in batch.samples:
+        sample.prompt_ids = [1, 2, 3]
+    actor = make_actor(tiny_model, beta=0.1)
+    assert max(map(abs, actor.reference_kl(batch.samples, 1.0))) < 1e-5
+    assert actor.train_step(batch)["train/kl"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_reuse_takes_its_ratios_against_the_policy_before_the_first_update(tiny_model: str) -> None:
     batch = make_batch(tiny_model)
     actor = make_actor(tiny_model, num_iterations=3, learning_rate=1e-2)
@@ -212,28 +307,6 @@ def test_dropout_leaves_the_gap_to_the_sampler_exact(tiny_model: str) -> None:
     metrics = actor.train_step(batch)
     assert metrics["train/logprob_gap_max"] < 1e-5
     assert metrics["train/ratio"] == pytest.approx(1.0)
-
-
-def test_scaled_logits_are_noticed_and_computed_by_the_model(tmp_path: Path) -> None:
-    """Granite divides its logits: hidden states times the head are not its logits."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    torch.manual_seed(0)
-    config = GraniteConfig(
-        vocab_size=260,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        logits_scaling=4.0,
-    )
-    actor = ActorWorker({"model": "unused", "device": "cpu"}, {}, total_steps=1)
-    actor.model = GraniteForCausalLM(config).eval()
-    actor.device = torch.device("cpu")
-    assert actor._chunked_head_agrees() is False
-    actor.model.config.logits_scaling = 1.0
-    actor.model.logits_scaling = 1.0
-    assert actor._chunked_head_agrees() is True
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_three_stop_the_run(tiny_model: str) -> None:

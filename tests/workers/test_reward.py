@@ -69,3 +69,12 @@ def test_limits():
     ):
         with pytest.raises(ConfigError, match=message):
             make_limits(bad)
+
+
+def test_options_of_the_sandbox_reach_it():
+    worker = RewardWorker(sandbox_options={"slots": 1, "modules": ["math"]})
+    sandbox = worker._get_sandbox()
+    assert (sandbox._executor.slots, sandbox._executor.modules) == (1, ("math",))
+    sandbox.shutdown()
+    with pytest.raises(ConfigError, match=r"sandbox 'auto' has no argument 'slot'; it has slots, layer"):
+        RewardWorker(sandbox_options={"slot": 1})

@@ -1,8 +1,9 @@
 """Inside the confined process: run the program, answer what is asked of it. Everything here is in the program's hands.
 
 It reports data and judges nothing; a program that takes this code over can send other data, which is then compared
-with expected values it has never seen. Messages to the supervisor: `R` loaded, `V` call's value, `X` call raised, `E`
-the program raised, `M` ran out of memory, `Q` it asked to exit, `S` could not be confined.
+with expected values it has never seen. Messages to the supervisor: `C` confined or `S` could not be, before the
+program is read; `R` loaded, `V` call's value, `X` call raised, `E` the program raised, `M` ran out of memory,
+`Q` it asked to exit.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from mrl.errors import SandboxError
-from mrl.sandbox.execution import Answer, Execution, Observation
-from mrl.sandbox.isolation.slot import Slot
-from mrl.sandbox.isolation.wire import decode_observation, encode_request
+from mrl.sandbox.execution import Execution, Observation
+from mrl.sandbox.isolation.slot import Slot, module_paths
+from mrl.sandbox.isolation.wire import decode_observation, encode_request, not_run
 
 log = logging.getLogger("mrl.sandbox")
 ATTEMPTS = 3
@@ -42,6 +43,7 @@ class IsolatedExecutor:
         if slots is not None and slots < 1:
             raise SandboxError(f"sandbox: slots must be at least 1, not {slots}")
         self.slots = slots or usable_cores()
+        module_paths(modules)  # raises for one that is not installed
         self.modules, self.python = modules, python
         self.layer = selftest.choose(layer, unsafe, python)
         if self.layer == "unsafe":
@@ -49,13 +51,19 @@ class IsolatedExecutor:
         self._threads = ThreadPoolExecutor(self.slots, thread_name_prefix="mrl-sandbox")
         self._lock = threading.Lock()
         self._idle: list[Slot] = []
-        self._busy: dict[Future[Observation], Slot] = {}
+        self._busy: dict[Future[Any], Slot] = {}
         self._closed = False
 
     def submit(self, execution: Execution) -> Future[Observation]:
         """Its observation, as a future. Cancelling a future that runs does not stop it; `cancel` does."""
         future: Future[Observation] = Future()
         self._threads.submit(self._work, execution, future)
+        return future
+
+    def submit_request(self, request: bytes, wall_seconds: float) -> Future[dict[str, Any]]:
+        """The same with both ends as they travel: an encoded execution in, what its supervisor answered out."""
+        future: Future[dict[str, Any]] = Future()
+        self._threads.submit(self._work_raw, request, wall_seconds, future)
         return future
 
     async def execute(self, executions: list[Execution]) -> list[Observation]:
@@ -91,7 +99,7 @@ class IsolatedExecutor:
         while self._idle:
             self._idle.pop().stop()
 
-    def _cancel(self, futures: list[Future[Observation]]) -> None:
+    def _cancel(self, futures: Sequence[Future[Any]]) -> None:
         with self._lock:
             for future in futures:
                 future.cancel()
@@ -104,12 +112,20 @@ class IsolatedExecutor:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            future.set_result(self._observe(execution, future))
+            answer = self._answer(encode_request(execution), execution.limits.wall_seconds, future)
+            future.set_result(decode_observation(execution, answer))
         except BaseException as error:
             future.set_exception(error)
 
-    def _observe(self, execution: Execution, future: Future[Observation]) -> Observation:
-        request = encode_request(execution)
+    def _work_raw(self, request: bytes, wall_seconds: float, future: Future[dict[str, Any]]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(self._answer(request, wall_seconds, future))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _answer(self, request: bytes, wall_seconds: float, future: Future[Any]) -> dict[str, Any]:
         problem = ""
         for _ in range(ATTEMPTS):
             if self._closed:
@@ -121,7 +137,7 @@ class IsolatedExecutor:
                 problem = str(error)
                 continue
             try:
-                answer = slot.run(request, execution.limits.wall_seconds)
+                answer = slot.run(request, wall_seconds)
             except SandboxError as error:
                 problem = str(error)
                 answer = None
@@ -130,17 +146,17 @@ class IsolatedExecutor:
                     self._busy.pop(future, None)
             if slot.cancelled:
                 slot.stop()
-                return Observation("sandbox_error", detail="cancelled")
+                return not_run("cancelled")
             if answer is None or answer["status"] == "sandbox_error":
                 problem = problem if answer is None else answer["detail"]
                 slot.stop()
                 continue
             with self._lock:
                 self._idle.append(slot)
-            return decode_observation(execution, answer)
-        return Observation("sandbox_error", [Answer("unanswered") for _ in execution.calls], detail=problem)
+            return answer
+        return not_run(problem)
 
-    def _take(self, future: Future[Observation]) -> Slot:
+    def _take(self, future: Future[Any]) -> Slot:
         """Raises SandboxError when none can be started."""
         with self._lock:
             slot = self._idle.pop() if self._idle else None

@@ -55,14 +55,27 @@ def is_public(path: str) -> bool:
     return False
 
 
+def installed_packages(library: list[str], wanted: list[str]) -> list[str]:
+    """The folders below `library` where packages are installed that no program asked for: what lies in them (a data set
+    with its solutions, this package's own tests) is not the standard library's."""
+    inner = (os.path.join(path, name) for path in library for name in ("site-packages", "dist-packages"))
+    return [folder for folder in inner if os.path.isdir(folder) and folder not in wanted]
+
+
+def may_read(path: str) -> bool:
+    return os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
+
+
 class Confinement:
     """What the children of one server enter. Built before the first fork."""
 
-    def __init__(self, layer: str, readable: list[str], uid: int | None) -> None:
+    def __init__(self, layer: str, readable: list[str], uid: int | None, withheld: list[str]) -> None:
+        """withheld: folders directly below some of `readable`, which layer B does not let read."""
         self.layer = layer
-        self.readable = [path for path in readable if os.access(path, os.R_OK | os.X_OK)]  # else: only preloaded ones
+        self.readable = [path for path in readable if may_read(path)]  # else: only preloaded ones
         self.own_user = uid is not None or layer == "A"  # then the kernel counts its threads and nobody else's
         self.filter = Filter(layer) if layer in LAYERS else None
+        self.ruleset = landlock.make_ruleset(self.readable, withheld) if layer == "B" else None
 
     def enter(self, limits: dict[str, Any], parent: int, baseline: int) -> None:
         """In the child: everything of the layer. baseline: address space it was born with. Raises OSError."""
@@ -77,9 +90,11 @@ class Confinement:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if self.layer != "A" and os.getppid() != parent:
             os._exit(1)
-        if self.layer == "B":
-            landlock.restrict(self.readable)
+        if self.ruleset is not None:
+            kernel.landlock_restrict(self.ruleset)
+            os.close(self.ruleset)
         if self.filter is not None:
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # a crash starts no core dump handler, which would run outside
             self.filter.load(os.getpid())
 
 

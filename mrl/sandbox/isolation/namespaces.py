@@ -47,8 +47,9 @@ def map_ids(uid: int, gid: int) -> None:
             file.write(text)
 
 
-def enter_new_root(binds: dict[str, str]) -> None:
-    """binds: path inside -> path now. The old root is gone afterwards. Raises OSError."""
+def enter_new_root(binds: dict[str, str], emptied: list[str]) -> None:
+    """binds: path inside -> path now. emptied: folders below that are to be empty. The old root is gone afterwards.
+    Raises OSError."""
     kernel.set_hostname("sandbox")
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     sources = {path: os.open(source, os.O_PATH | os.O_CLOEXEC) for path, source in binds.items()}
@@ -66,6 +67,9 @@ def enter_new_root(binds: dict[str, str]) -> None:
         if path not in DEVICES:
             _make_read_only(target)
         os.close(fd)
+    for path in emptied:
+        kernel.mount("tmpfs", base + path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=4k")
+        _make_read_only(base + path)
     os.makedirs(base + SCRATCH, 0o755, exist_ok=True)
     os.chdir(base)
     kernel.pivot_root(".", ".")

@@ -42,7 +42,7 @@ class Objects:
             "isinstance": lambda value, kind: isinstance(value, kind),
             "same_type": lambda value, kind: type(value) is kind,
             "enter": lambda value: type(value).__enter__(value),
-            "exit": lambda value: bool(type(value).__exit__(value, None, None, None)),
+            "exit": lambda value: (type(value).__exit__(value, None, None, None), None)[1],
             "await": self.wait_for,
             "format": format,
             **{f.__name__: f for f in (getattr, setattr, delattr, len, iter, str, repr, bool, int, float, complex)},

@@ -26,10 +26,12 @@ class Program:
         self.channel, self.stdout, self.stderr = -1, -1, -1
         self.output: dict[int, bytearray] = {}
         self.incoming = bytearray()
-        self.outgoing = b""
+        self.outgoing = bytearray()
         self.received = 0
         self.handle = -1
         self.closed = False
+        self.confined = False
+        """Until then the child is ours, and what it says is."""
         ours, theirs = socket.socketpair()
         self.channel = ours.detach()
         self.stdout, stdout_inner = os.pipe2(os.O_CLOEXEC)
@@ -62,7 +64,7 @@ class Program:
     def hang_up(self, poller: Any) -> None:
         """It closed its end; what it still does shows in how it ends."""
         poller.unregister(self.channel)
-        self.closed, self.outgoing = True, b""
+        self.closed, self.outgoing = True, bytearray()
 
     def flush(self, poller: Any) -> None:
         if self.closed:
@@ -73,7 +75,7 @@ class Program:
             done = 0
         except OSError:  # it closed its end: that shows when we read
             done = len(self.outgoing)
-        self.outgoing = self.outgoing[done:]
+        del self.outgoing[:done]  # in a bytearray that takes no time: a program may read slowly, and have much sent
         poller.modify(self.channel, select.POLLIN | select.POLLOUT if self.outgoing else select.POLLIN)
 
     def read_output(self, fd: int) -> bool:

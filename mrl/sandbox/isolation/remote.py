@@ -32,6 +32,8 @@ class Link:
         self.channel = channel
         self.proxies: dict[int, Any] = {}
         self.functions: list[Callable[..., Any]] = []
+        self.failed: AssertionError | None = None
+        """Raised by a function of the tests that the program called, and not yet seen to come back."""
 
     def ask(self, operation: str, *args: Any) -> Any:
         """The result, plain data or a proxy. Raises what the program raised, or Gone."""
@@ -49,14 +51,16 @@ class Link:
                     raise ValueError("an answer to something else")
                 data = json.loads(body[len(token) :])
                 changed = [(at, plain.loads(text, self.restore)) for at, text in data[-1]]
-                error = None
+                error: BaseException | None = None
                 if kind == b"V":
                     result = plain.loads(data[0], self.restore)
+                    error = self.failed  # the program may catch it, but not make it undone
                 else:
                     error = self.exception_class(data[0])(str(data[1]))
                 self.update(args, changed)
             except (ValueError, TypeError, LookupError, AttributeError) as problem:
                 raise Gone(f"the program sent what cannot be read: {problem}") from None
+            self.failed = None
             if error is not None:
                 raise error
             return result
@@ -83,6 +87,8 @@ class Link:
         try:
             answer = [True, plain.dumps(function(*given, **named), self.keep)]
         except Exception as error:
+            if isinstance(error, AssertionError):
+                self.failed = error
             answer = [False, plain.dumps((type(error).__name__, str(error)[:500]))]
         frames.write(self.channel, frames.pack(b"L", json.dumps(answer).encode()))
 
@@ -112,11 +118,18 @@ class Link:
             found = getattr(builtins, name, None)
             if not isinstance(found, type) or not issubclass(found, BaseException):
                 raise ValueError("not an exception")
+            if issubclass(found, StopIteration | StopAsyncIteration):
+                return Stopped
             return found if issubclass(found, Exception) else Exited
         if not isinstance(self.proxies.get(number), type):
             base = self.exception_class(rest)
             self.proxies[number] = type(str(name), (base,), {"_mrl_number": int(number)})
         return self.proxies[number]
+
+
+class Stopped(RuntimeError):
+    """The program raised StopIteration when it was called. As itself it would end a loop of the tests over `map(f, …)`
+    early, without a comparison; what a generator makes of it does not."""
 
 
 class Exited(Exception):
@@ -234,8 +247,10 @@ class Remote:
     def __subclasscheck__(self, kind: Any) -> bool:
         return type(kind) is Remote and self._link.ask("issubclass", kind, self) is True
 
-    def __exit__(self, *_: Any) -> bool:
-        return self._link.ask("exit", self) is True
+    def __exit__(self, *_: Any) -> None:
+        self._link.ask(
+            "exit", self
+        )  # whatever it answers: an assertion that failed inside is not the program's to drop
 
     def __await__(self) -> Any:
         return self._link.ask("await", self)

@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import sys
+from itertools import pairwise
 from typing import Any
 
 from . import child, kernel, objects, tester
@@ -31,13 +32,13 @@ COMMON = _COMMON.split()
 """What solutions use: each costs every fork a little."""
 _RARE = """
 _blake2 _bz2 _csv _ctypes _hashlib _lzma _md5 _opcode _pickle _posixsubprocess _queue _sha1 _sha256 _sha512
-_statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures
+_sqlite3 _statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures
 concurrent.futures.thread configparser contextvars ctypes difflib dis doctest email encodings.idna encodings.latin_1
 fileinput fnmatch getopt getpass gettext glob graphlib gzip hmac html html.parser imaplib importlib importlib.util
 ipaddress locale logging lzma marshal mimetypes opcode optparse pathlib pickle pickletools platform plistlib posixpath
-pprint profile pstats sched shelve shlex string stringprep subprocess symtable sysconfig tarfile timeit token tokenize
-tomllib trace unittest unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.ElementTree
-zipfile zoneinfo
+pprint profile pstats sched shelve shlex sqlite3 stringprep subprocess symtable sysconfig tarfile timeit token
+tokenize tomllib trace unittest unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom
+xml.etree.ElementTree zipfile zoneinfo
 """
 RARE = _RARE.split()
 """What else they import where nothing can be opened any more: in layer C, and below a root's private folders."""
@@ -108,7 +109,8 @@ def become_program(fds: list[int], limits: dict, confinement: Confinement, paren
     try:
         for target, fd in enumerate(fds):  # received descriptors are numbered above these
             os.dup2(fd, target, inheritable=False)
-        os.closerange(4, 4096)
+        for first, end in pairwise((3, confinement.ruleset or 3, 4096)):
+            os.closerange(first + 1, end)
         os.setsid()
         confinement.enter(limits, parent, baseline)
         gc.enable()
@@ -119,6 +121,7 @@ def become_program(fds: list[int], limits: dict, confinement: Confinement, paren
         message = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace")[:1000]
         os.write(3, child.frames.pack(b"S", message))
         os._exit(0)
+    os.write(3, child.frames.pack(b"C"))  # from here on the program may speak; what it says of us is not believed
     child.serve(3)
 
 

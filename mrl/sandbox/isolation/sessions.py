@@ -39,9 +39,18 @@ class Session:
                 message = program.next_message()
                 if message is None:
                     return
-                self.on_message(program, *message)
+                if program.confined:
+                    self.on_message(program, *message)
+                else:
+                    self.on_start(program, *message)
             except ValueError:
                 self.end("protocol", "a message too long, or one that cannot be read")
+
+    def on_start(self, program: Program, kind: bytes, body: bytes) -> None:
+        """The child's first message, written before it read the program. Later ones can be the program's own."""
+        program.confined = kind == b"C"
+        if not program.confined:
+            self.end("sandbox_error", body.decode("ascii", "replace") if kind == b"S" else "a child broke its protocol")
 
     def on_message(self, program: Program, kind: bytes, body: bytes) -> None:
         """Raises ValueError."""
@@ -67,8 +76,6 @@ class Session:
         elif kind == b"M":
             self.exception = "MemoryError"
             self.outcome = None if self.script else "memory"
-        elif kind == b"S":
-            self.end("sandbox_error", body.decode("ascii"))
         elif kind == b"Q" and not self.script:
             self.exit_code = int(body.removeprefix(self.token)) & 0xFF
             self.outcome = "exited"
@@ -133,8 +140,6 @@ class PeerSession(Session):
             self.blocks.append(json.loads(body))
         elif kind == b"D":
             self.outcome = "done"
-        elif kind == b"S":
-            self.end("sandbox_error", body.decode("ascii"))
         elif kind == b"Z":
             self.end("protocol", body.decode("ascii")[:500])
         else:

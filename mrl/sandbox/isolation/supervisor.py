@@ -14,7 +14,7 @@ import socket
 import sys
 from typing import Any
 
-from . import frames, kernel, layers, namespaces, server, watch
+from . import frames, kernel, layers, libraries, namespaces, server, watch
 from .names import SETTINGS_ENV
 
 
@@ -55,13 +55,16 @@ def start(settings: dict[str, Any]) -> socket.socket:
     for path in sys.path:
         sys.path_importer_cache.pop(path, None)
     readable = [path for path in sys.path if not any(path.startswith(other + "/") for other in sys.path)]
+    extra = [] if layer == "C" or hidden else libraries.libraries(readable)
+    installed = layers.installed_packages(readable, settings["paths"])
     uid, where = layers.become_nobody(readable, layer)
+    where |= {path: path for path in extra}
     kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own_ids = os.getuid(), os.getgid()
     pid = kernel.fork_into(namespaces.SERVER_NAMESPACES) if layer == "A" else os.fork()
     if pid == 0:
-        run_server(theirs, layer, where, readable, uid, own_ids)
+        run_server(theirs, layer, where, readable + extra, installed, uid, own_ids)
     theirs.close()
     ours.settimeout(20)
     answer = ours.recv(65536)
@@ -75,6 +78,7 @@ def run_server(
     layer: str,
     where: dict[str, str],
     readable: list[str],
+    installed: list[str],
     uid: int | None,
     own_ids: tuple[int, int],
 ) -> None:
@@ -91,8 +95,8 @@ def run_server(
         requests.detach()
         requests = socket.socket(fileno=3)
         if layer == "A":
-            namespaces.enter_new_root(where)
-        confinement = layers.Confinement(layer, readable, uid)
+            namespaces.enter_new_root(where, installed)
+        confinement = layers.Confinement(layer, readable, uid, installed)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         server.serve(requests, confinement, baseline)
     except BaseException as error:

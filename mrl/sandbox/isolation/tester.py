@@ -3,8 +3,8 @@
 Only this process holds the channel on which verdicts travel. It is confined like the program's, for what the tests do
 with the program's data may take any time and memory.
 
-A name of a test means, in this order: what the tests define; Python's builtins; a module or a function of the standard
-library that the program imports at its top level (imported here, not taken from there); the program's own.
+A name of a test means, in this order: what the tests define; Python's builtins; one of LENT, or something in it, that
+the program imports at its top level (imported here, not taken from there); the program's own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,15 @@ from typing import Any
 from .. import plain
 from . import child, frames
 from .remote import Gone, Link, Remote
+
+_LENT = """
+abc array asyncio base64 bisect calendar cmath collections copy csv dataclasses datetime decimal enum fractions
+functools hashlib heapq io itertools json math numbers operator os random re statistics string struct sys textwrap
+time typing unicodedata
+"""
+LENT = frozenset(_LENT.split())
+"""Modules of the standard library in which nothing equals what it is not. The program chooses what it imports and under
+which name: `from unittest.mock import _ANY as f` must not become this process's own `f`."""
 
 
 class Names(dict[str, Any]):
@@ -73,7 +82,7 @@ def run_tests(plan: dict[str, Any], channel: int) -> None:
 
 
 def standard_imports(code: str) -> dict[str, tuple[str, str]]:
-    """Name -> module and attribute, of what the program imports from the standard library at its top level."""
+    """Name -> module and attribute, of what the program imports of LENT at its top level."""
     found: dict[str, tuple[str, str]] = {}
     try:
         body = ast.parse(code).body
@@ -83,11 +92,11 @@ def standard_imports(code: str) -> dict[str, tuple[str, str]]:
         if isinstance(node, ast.Import):
             for item in node.names:
                 root = item.name.partition(".")[0]
-                if root in sys.stdlib_module_names:
+                if root in LENT:
                     found[item.asname or root] = (item.name if item.asname else root, "")
         elif isinstance(node, ast.ImportFrom) and not node.level:
             module = node.module or ""
-            if module.partition(".")[0] in sys.stdlib_module_names:
+            if module.partition(".")[0] in LENT:
                 found.update({item.asname or item.name: (module, item.name) for item in node.names})
     return found
 

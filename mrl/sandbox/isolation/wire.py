@@ -8,6 +8,8 @@ from typing import Any
 from mrl.sandbox import plain
 from mrl.sandbox.execution import Answer, Execution, Observation
 
+MAX_VALUES = 4 * plain.MAX_NODES
+"""In all answers of one execution: they are read and kept in the trainer's process."""
 FIELDS = ("exception", "stdout", "stderr", "exit_code", "signal", "wall_seconds", "cpu_seconds", "peak_memory_mb")
 
 
@@ -42,9 +44,10 @@ def encode_request(execution: Execution) -> bytes:
 def decode_observation(execution: Execution, data: dict[str, Any]) -> Observation:
     """What the supervisor passed on. A value that cannot be read ends the answers there: `protocol`."""
     status, detail, answers = data["status"], data["detail"], []
+    left = [MAX_VALUES]
     for kind, text in data["answers"]:
         try:
-            answers.append(decode_answer(kind, text))
+            answers.append(decode_answer(kind, text, left))
         except (plain.PlainError, ValueError, TypeError) as error:
             status, detail = "protocol", str(error)[:500]
             break
@@ -56,10 +59,17 @@ def decode_observation(execution: Execution, data: dict[str, Any]) -> Observatio
     return Observation(status, answers, detail=detail, peer=blocks, **{name: data[name] for name in FIELDS})
 
 
-def decode_answer(kind: str, text: str) -> Answer:
+def not_run(detail: str) -> dict[str, Any]:
+    """What is answered in the place of a supervisor that was of no use."""
+    nothing = {"exception": "", "stdout": "", "stderr": "", "exit_code": None, "signal": None}
+    used = {"wall_seconds": 0.0, "cpu_seconds": 0.0, "peak_memory_mb": 0.0}
+    return {"status": "sandbox_error", "detail": detail, "answers": [], "blocks": [], **nothing, **used}
+
+
+def decode_answer(kind: str, text: str, left: list[int]) -> Answer:
     """Raises PlainError or ValueError."""
     if kind == "V":
-        value = plain.loads(text)
+        value = plain.loads(text, left=left)
         if type(value) is plain.Opaque:
             return Answer("value", type_name=value.type_name, detail=value.reason, opaque=True)
         return Answer("value", value, type_name=plain.type_name(value))

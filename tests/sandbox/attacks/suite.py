@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.sandbox import IOTest, Limits, Program
+from mrl.sandbox.isolation import selftest
 from mrl.sandbox.isolation.client import IsolatedExecutor
 from mrl.sandbox.local import LocalSandbox
 
-GROUPS = ("faking", "breaking", "exhausting", "poisoning")
+GROUPS = ("faking", "forging", "breaking", "exhausting", "poisoning")
 ESCAPE = "def escaped(*what): print('ESCAPED', *what, flush=True)\n"
 LIMITS = Limits(wall_seconds=8.0, cpu_seconds=8.0, memory_mb=256)
 FAKING = Limits(wall_seconds=2.0, cpu_seconds=2.0, memory_mb=256)
@@ -54,6 +55,9 @@ FORGE = (
     ("a call", "assert f(3) == 23757"),
     ("a wrapped call", "assert abs(f(3) - 23757.0) < 1e-6"),
     ("a proxied test", "if True:\n    assert f(3) == 23757"),
+    ("a mapped call", "for got, want in zip(map(f, [3]), [23757]):\n    assert got == want"),
+    ("a context", "with f(3) as got:\n    assert got == 23757"),
+    ("a call of nothing", "assert g() == 23757"),
     ("its output", IOTest("3", "23757\n")),
 )
 
@@ -88,6 +92,7 @@ def main() -> None:
     parser.add_argument("--user", type=int)
     parser.add_argument("--groups", nargs="*", default=GROUPS)
     options = parser.parse_args()
+    assert selftest.unsupported() == ""  # imported here: root's interpreter may lie where the user below cannot read
     with surroundings() as around:
         if options.user is not None:
             os.setgroups([])
@@ -120,6 +125,9 @@ async def run(options: argparse.Namespace, around: dict) -> tuple[list[str], int
 async def faking(sandbox: LocalSandbox, group: list, around: dict) -> list[str]:
     cases = [(a, how, Program(a.code, (test,), FAKING)) for a in group for how, test in FORGE]
     return await judge_with_neighbours(sandbox, cases)
+
+
+forging = faking
 
 
 async def breaking(sandbox: LocalSandbox, group: list, around: dict) -> list[str]:

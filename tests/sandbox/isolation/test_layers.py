@@ -12,7 +12,7 @@ import pytest
 
 from mrl.errors import SandboxError
 from mrl.sandbox.execution import Call, Execution
-from mrl.sandbox.isolation import report, selftest
+from mrl.sandbox.isolation import landlock, report, selftest
 from mrl.sandbox.isolation.client import IsolatedExecutor
 from mrl.sandbox.isolation.names import LAYERS
 from mrl.sandbox.isolation.server import COMMON, RARE
@@ -143,3 +143,30 @@ async def test_modules_that_solutions_import() -> None:
         await executor.close()
         missing = {name for name, answer in zip(names, seen.answers, strict=True) if answer.kind != "value"}
         assert missing <= {"bz2", "lzma", "ctypes", "symtable", "uuid"}, (layer, missing)
+
+
+def test_a_landlock_that_lets_files_be_emptied_is_not_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Versions 1 and 2 do not know truncation, and `open(path, O_RDONLY | O_TRUNC)` asks no right to write."""
+    monkeypatch.setattr(landlock.kernel, "landlock_abi", lambda: 2)
+    with pytest.raises(OSError, match="emptied"):
+        landlock.make_ruleset([str(tmp_path)], [])
+
+
+@pytest.mark.skipif(landlock.kernel.landlock_abi() == 0, reason="this kernel has no Landlock")
+def test_landlock_withholds_a_folder_of_a_readable_one(tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "solutions").write_text("x")
+    (tmp_path / "module").write_text("x")
+    script = """if True:
+        import os, sys
+        from mrl.sandbox.isolation import kernel, landlock
+        folder, = sys.argv[1:]
+        rules = landlock.make_ruleset([folder], [folder + "/site-packages"])
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.landlock_restrict(rules)
+        assert open(folder + "/module").read() == "x" and "module" in os.listdir(folder)
+        try: print(open(folder + "/site-packages/solutions").read())
+        except PermissionError: print("withheld")
+    """
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "withheld\n", done.stderr

@@ -134,6 +134,44 @@ def test_objects_that_answer_true_to_everything_pass_nothing(executor: IsolatedE
     assert seen.peer[1].kind == "value"
 
 
+SWALLOWING = """
+class Swallow:
+    def __enter__(self): return self
+    def __exit__(self, *_): return True
+    def one(self): return 1
+    def fail(self): raise ValueError
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "block"),
+    [
+        ("def f(x): raise StopIteration", "for got, want in zip(map(f, [1]), [2]): assert got == want"),
+        ("def f(x): raise StopIteration", "assert all(map(lambda x: f(x) == 2, [1]))"),
+        ("class S(StopIteration): pass\ndef f(x): raise S", "assert list(map(f, [1])) == []"),
+        ("class S(StopAsyncIteration): pass\ndef f(x): raise S", "try: f(1)\nexcept StopAsyncIteration: pass"),
+        (SWALLOWING, "with Swallow() as s: assert s.one() == 2"),
+        (SWALLOWING, "with Swallow() as s:\n    s.fail()\n    assert s.one() == 2"),
+        ("from unittest.mock import _ANY as f", "assert f() == 2"),
+        ("from unittest.mock import MagicMock as f", "assert isinstance(f(3), int)"),
+        ("from unittest import mock as m", "assert m.ANY == 2"),
+        ("from contextlib import suppress as C\nE = BaseException", "with C(BaseException): assert 1 == 2"),
+        ("def f(g):\n  try: g(1)\n  except AssertionError: pass", "def want(x): assert x == 5\nf(want)"),
+    ],
+)
+def test_no_assertion_is_passed_over(executor: IsolatedExecutor, code: str, block: str) -> None:
+    seen = run(executor, code, block, "assert 1 == 1")
+    assert seen.peer is not None
+    assert [answer.kind for answer in seen.peer] == ["raised", "value"], seen
+
+
+def test_a_callbacks_assertion_that_comes_back_can_be_expected(executor: IsolatedExecutor) -> None:
+    block = "def bad(): assert 0\ntry: apply(bad)\nexcept AssertionError: pass\nassert apply(lambda: 3) == 3"
+    seen = run(executor, CODE, block)
+    assert seen.peer is not None
+    assert seen.peer[0].kind == "value", seen
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -143,6 +181,8 @@ def test_objects_that_answer_true_to_everything_pass_nothing(executor: IsolatedE
         ("import os; os.write(3, b'\\0\\0\\0\\2B[]')", "protocol"),
         ("def f(): import os; os.write(3, b'\\0\\0\\0\\2B[]')", "protocol"),
         ("def f(): import os; os.write(3, b'\\0\\0\\0\\0D')", "protocol"),
+        ("import os; os.write(3, b'\\0\\0\\0\\1Sx')", "protocol"),
+        ("def f(): import os; os.write(3, b'\\0\\0\\0\\1Sx')", "protocol"),
         ("1 / 0", "error"),
         ("raise SystemExit(0)", "exited"),
         ("def f():\n  import ctypes\n  ctypes.string_at(0)", "crashed"),

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.sandbox import plain
+from mrl.sandbox.execution import Call, Execution
+from mrl.sandbox.isolation.wire import decode_observation, not_run
 
 atoms = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
 keys = st.recursive(atoms, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=4), max_leaves=6)
@@ -149,3 +151,23 @@ def test_opaque_can_be_kept_and_restored() -> None:
     text = plain.dumps([1, (thing, {"a": thing})], keep)
     got = plain.loads(text, lambda opaque: kept[int(opaque.reason)])
     assert got == [1, (thing, {"a": thing})]
+
+
+def test_small_text_that_would_take_much_memory_is_refused() -> None:
+    empty_sets = "[" + ",".join(['{"s":[]}'] * 300_000) + "]"
+    with pytest.raises(plain.PlainError, match="more values"):
+        plain.loads(empty_sets)
+
+
+def test_what_is_written_is_read() -> None:
+    """Both sides count alike, so that an honest answer is not refused where it is read."""
+    for value in ([0] * 900_000, dict.fromkeys(range(300000), 1), [(k,) for k in range(150_000)]):
+        assert plain.loads(plain.dumps(value)) == value
+
+
+def test_answers_of_one_execution_share_a_bound() -> None:
+    execution = Execution("", tuple(Call("f") for _ in range(8)))
+    answer = ["V", "[" + ",".join(["[]"] * 190_000) + "]"]
+    seen = decode_observation(execution, {**not_run(""), "status": "done", "answers": [answer] * 8})
+    assert seen.status == "protocol"
+    assert [a.kind for a in seen.answers] == ["value"] * 4 + ["unanswered"] * 4

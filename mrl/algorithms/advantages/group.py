@@ -1,16 +1,20 @@
-"""Advantages: how much better a rollout did than the others of its task."""
+"""Relative to the group: GRPO's advantage, and what its division may be."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Scale = Literal["group", "batch", "none"]
-
-EPSILON = 1e-4
-"""Added to the standard deviation, as in TRL, so that near-equal rewards are not blown up."""
+from mrl.algorithms.advantages.base import (
+    EPSILON,
+    Advantage,
+    AdvantageInputs,
+    AdvantageSettings,
+    Scale,
+    check_finite,
+    group_means,
+    standard_deviation,
+)
 
 
 def group_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> Tensor:
@@ -31,20 +35,21 @@ def group_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> Tenso
         raise ValueError(
             f"rewards and groups must be two lists of one length, got {rewards_B.shape} and {groups_B.shape}"
         )
-    if not torch.isfinite(rewards_B).all():
-        raise ValueError("rewards must be finite")
-    if rewards_B.numel() == 0:
-        return rewards_B.clone()
-    counts_G = torch.bincount(groups_B).to(rewards_B)
-    means_G = torch.zeros_like(counts_G).index_add_(0, groups_B, rewards_B) / counts_G.clamp(min=1)
-    centred_B = rewards_B - means_G[groups_B]
-    if scale == "none":
-        return centred_B
+    check_finite(rewards_B)
+    means_B, divisors_B = baseline_and_divisor(rewards_B, groups_B, scale)
+    return (rewards_B - means_B) / divisors_B
+
+
+def baseline_and_divisor(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+    """What `group_advantages` subtracts from each reward, and what it divides by; B each."""
+    means_B, counts_B = group_means(rewards_B, groups_B)
+    if scale == "none" or rewards_B.numel() == 0:
+        return means_B, torch.ones_like(means_B)
     if scale == "batch":
-        return centred_B / (_std(rewards_B - rewards_B.mean(), rewards_B.numel()) + EPSILON)
-    squares_G = torch.zeros_like(counts_G).index_add_(0, groups_B, centred_B**2)
-    std_G = (squares_G / (counts_G - 1).clamp(min=1)).sqrt()
-    return centred_B / (std_G[groups_B] + EPSILON)
+        return means_B, (standard_deviation(rewards_B) + EPSILON).expand_as(means_B)
+    mean_squares_B, _ = group_means((rewards_B - means_B) ** 2, groups_B)
+    std_B = (mean_squares_B * counts_B / (counts_B - 1).clamp(min=1)).sqrt()
+    return means_B, std_B + EPSILON
 
 
 def zero_variance_fraction(rewards_B: Tensor, groups_B: Tensor) -> float:
@@ -55,5 +60,8 @@ def zero_variance_fraction(rewards_B: Tensor, groups_B: Tensor) -> float:
     return sum(bool((rewards_B[groups_B == g] == rewards_B[groups_B == g][0]).all()) for g in groups) / len(groups)
 
 
-def _std(centred_B: Tensor, count: int) -> Tensor:
-    return (centred_B.pow(2).sum() / max(count - 1, 1)).sqrt()
+def _compute(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+    return group_advantages(inputs.rewards_B, inputs.groups_B, settings.scale)
+
+
+GROUP = Advantage(_compute, options=("scale_rewards",))

@@ -1,0 +1,228 @@
+"""A training step side by side with TRL's `GRPOTrainer`: time, tokens per second, memory.
+
+    python benchmarks/vs_trl.py              # a 1 M-parameter model, and one with 151,936 words: half an hour
+    python benchmarks/vs_trl.py --quick      # the small model only, minutes
+
+8 prompts × 8 generations on random weights, everything on the CPU in float32: (a) completions end by themselves, with a
+long tail of lengths, (b) all have the same length. Both sides do the same work: the same model, prompts, reward, loss,
+learning rate, temperature and limits. TRL generates with transformers, in the same process, as mrl does; its default
+is activation checkpointing, so it is shown with and without. Each variant runs in a process of its own. A step's time
+is that between two calls of the reward function, which both call once a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+PROMPTS, GENERATIONS, PROMPT_TOKENS = 8, 8, 32
+MODELS = {
+    "1 M": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "heads": 4},
+    "30 M": {"vocab_size": 151_936, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "heads": 6},
+}
+LIMITS = {"1 M": 128, "30 M": 64}
+"""Longest completion. A fifth of it is the mean where completions end by themselves."""
+SIDES = {"mrl": {}, "TRL": {"gradient_checkpointing": True}, "TRL, no checkpointing": {"gradient_checkpointing": False}}
+LENGTHS = {"tail": "(a) long tail", "fixed": "(b) fixed"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small model only")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--steps", type=int, help="steps measured (default: 20 of the small model, 3 of the large)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        run_child(json.loads(options.child))
+        return
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("trl", "transformers", "torch"))
+    print(f"{versions}; {options.threads} CPU threads, float32; {PROMPTS} prompts × {GENERATIONS} generations\n")
+    print("| model | lengths | side | step, s | tokens/s | peak memory, GB | tokens/s against TRL's best | memory |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mrl-vs-trl-") as folder:
+        for model in ["1 M"] if options.quick else options.models:
+            for lengths in options.lengths:
+                compare(Path(folder), model, lengths, options)
+
+
+def compare(folder: Path, model: str, lengths: str, options: argparse.Namespace) -> None:
+    """Measure every side and print its row."""
+    path = folder / f"{model}-{lengths}".replace(" ", "")
+    build_model(path, model, lengths)
+    rows = {}
+    for side in options.sides:
+        spec = {
+            "side": side,
+            "path": str(path),
+            "out": str(folder / "run"),
+            "limit": LIMITS[model],
+            "steps": options.steps or (20 if model == "1 M" else 3),
+        }
+        rows[side] = measure(spec, options.threads)
+    peers = [row for side, row in rows.items() if side != "mrl"]
+    for side, row in rows.items():
+        speed = memory = ""
+        if side == "mrl" and peers:
+            speed = f"{row['rate'] / max(peer['rate'] for peer in peers):.2f}×"
+            memory = f"{row['memory'] / min(peer['memory'] for peer in peers):.2f}×"
+        print(
+            f"| {model} | {LENGTHS[lengths]} | {side} | {row['step']:.3f} | {row['rate']:.0f} | {row['memory']:.2f} "
+            f"| {speed} | {memory} |",
+            flush=True,
+        )
+
+
+def measure(spec: dict[str, Any], threads: int) -> dict[str, float]:
+    """Run one side in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, "--child", json.dumps(spec)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{spec['side']} failed:\n{done.stderr[-3000:]}")
+    calls = json.loads(done.stdout.splitlines()[-1])
+    calls = calls[1:]  # the first step's time is that of warming up
+    seconds = [later["time"] - earlier["time"] for earlier, later in pairwise(calls)]
+    tokens = [(later["tokens"] + earlier["tokens"]) / 2 for earlier, later in pairwise(calls)]
+    return {
+        "step": statistics.median(seconds),
+        "rate": statistics.median(t / s for t, s in zip(tokens, seconds, strict=True)),
+        "memory": calls[-1]["memory"],
+    }
+
+
+# --- in the child process ---------------------------------------------------------------------------------------------
+
+
+class Reward:
+    """Something that differs within a group; and the clock, once a step."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, float]] = []
+
+    def __call__(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        self.calls.append({"time": time.perf_counter(), "tokens": sum(map(len, completion_ids)), "memory": memory})
+        return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+    __name__ = "reward"
+
+
+def run_child(spec: dict[str, Any]) -> None:
+    """Train, and print when the reward function was called and with how many tokens."""
+    reward = Reward()
+    steps = spec["steps"] + 2
+    words = [f"w{i}" for i in range(100, 900)]
+    prompts = [" ".join(words[(37 * row + 11 * i) % 800] for i in range(PROMPT_TOKENS)) for row in range(64)]
+    (train_mrl if spec["side"] == "mrl" else train_trl)(spec, reward, prompts, steps)
+    print(json.dumps(reward.calls))
+
+
+def train_mrl(spec: dict[str, Any], reward: Reward, prompts: list[str], steps: int) -> None:
+    from mrl import MRLTrainer
+
+    MRLTrainer(
+        model=spec["path"],
+        train_dataset=[{"prompt": prompt} for prompt in prompts],
+        reward_funcs=reward,
+        max_steps=steps,
+        batch_size=PROMPTS,
+        num_generations=GENERATIONS,
+        max_completion_length=spec["limit"],
+        learning_rate=1e-6,
+        loss_type="dapo",
+        temperature=1.0,
+        top_p=1.0,
+        device="cpu",
+        num_rollout_workers=1,
+        weight_sync_method="direct",
+        run_dir=f"{spec['out']}-{os.getpid()}",
+        report_to=[],
+    ).train()
+
+
+def train_trl(spec: dict[str, Any], reward: Reward, prompts: list[str], steps: int) -> None:
+    import contextlib
+
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig(
+        output_dir=f"{spec['out']}-{os.getpid()}",
+        max_steps=steps,
+        per_device_train_batch_size=PROMPTS * GENERATIONS,
+        num_generations=GENERATIONS,
+        max_completion_length=spec["limit"],
+        learning_rate=1e-6,
+        loss_type="dapo",
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **SIDES[spec["side"]],
+    )
+    dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    with contextlib.redirect_stdout(sys.stderr):
+        GRPOTrainer(model=spec["path"], reward_funcs=reward, args=config, train_dataset=dataset).train()
+
+
+# --- models ---------------------------------------------------------------------------------------------
+
+
+def build_model(path: Path, name: str, lengths: str) -> None:
+    """Random weights and one word per id. The end token is as likely as the wanted lengths need."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    shape = MODELS[name]
+    size = shape["vocab_size"]
+    vocabulary = {"<end>": 0, "<pad>": 1, "<unknown>": 2} | {f"w{i}": i for i in range(3, size)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{key: value for key, value in shape.items() if key != "heads"},
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    embedding = model.get_input_embeddings().weight.data
+    embedding[:, 0] = 1.0  # so that the first number of every hidden state is large, and the end as likely everywhere
+    probe = torch.randint(3, size, (4, 64))
+    low, high = -20.0, 20.0
+    wanted = 5 / LIMITS[name] if lengths == "tail" else 1e-7
+    for _ in range(20):
+        embedding[0, 0] = middle = (low + high) / 2
+        with torch.no_grad():
+            rate = torch.softmax(model(probe).logits, -1)[..., 0].mean().item()
+        low, high = (low, middle) if rate > wanted else (middle, high)
+    model.save_pretrained(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""REINFORCE: the plain policy gradient (Williams, 1992, eq. 4-5), summed over a sequence and averaged over sequences.
+
+That is the unbiased gradient of the expected reward when A is unscaled. No ratio and no clip hold it to the policy that
+sampled, so a batch is good for one update.
+"""
+
+from __future__ import annotations
+
+from mrl.algorithms.base import Loss, LossSettings, LossTerms, PolicyLoss
+
+
+def reinforce(terms: LossTerms, settings: LossSettings) -> PolicyLoss:
+    """-A log π; B×T."""
+    return PolicyLoss(-terms.advantages_BT * terms.logprobs_BT)
+
+
+REINFORCE = Loss(reinforce, normalization="sequence_sums", reuse=False)

@@ -1,0 +1,91 @@
+"""When checkpoints are written, which are kept, and what becomes of one that could not be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mrl.backends import WorkerHandle
+from mrl.config import OrchestratorConfig
+from mrl.errors import CheckpointError, ConfigError
+from mrl.store.checkpoints import prune
+from mrl.store.run import RunStore
+
+
+class Checkpointing:
+    """A run's checkpoints: one is written beside training, the next waits for it.
+
+    note: tells the user something. `written` is the step of the newest whole one, 0 for none.
+    """
+
+    def __init__(
+        self, config: OrchestratorConfig, actor: WorkerHandle, store: RunStore, note: Callable[[str], None]
+    ) -> None:
+        self.config, self.actor, self.store, self.note = config, actor, store, note
+        self.written = 0
+        self.best: dict[str, Any] | None = None
+        """Metric, value and step of the best one so far."""
+        self._writing: int | None = None
+
+    def path(self) -> Path | None:
+        """Of the newest whole one."""
+        return self.store.checkpoint_path(self.written) if self.written else None
+
+    async def write(
+        self, step: int, state: dict[str, Any], metrics: dict[str, float], *, served: Path | None, last: bool
+    ) -> None:
+        """state: what training goes on from, besides the actor's part. metrics: of this step, for `best_metric`.
+        served: file with the rollout workers' weights, where they are not the actor's. The last one is waited for.
+
+        Raises CheckpointError when it may not fail, and ConfigError for a `best_metric` there is not.
+        """
+        await self._finish(step, must=False)
+        self.store.flush()  # a checkpoint never knows of a step that the record does not
+        self._update_best(step, metrics)
+        self._writing = step
+        try:
+            await self.actor.call(
+                "save_checkpoint",
+                str(self.store.checkpoint_path(step)),
+                {"step": step, **state, "best": self.best},
+                beside=not last,
+                served=None if served is None else str(served),
+            )
+        except CheckpointError as error:
+            self._failed(step, error, must=last)
+            return
+        if last:
+            await self._finish(step, must=True)
+
+    async def _finish(self, step: int, *, must: bool) -> None:
+        """Wait for the one that is being written, and delete those that are no longer wanted."""
+        if self._writing is None:
+            return
+        try:
+            await self.actor.call("finish_checkpoint")
+        except CheckpointError as error:
+            self._failed(step, error, must=must)
+            return
+        self.written, self._writing = self._writing, None
+        self.store.event("checkpoint", str(self.store.checkpoint_path(self.written)), step=self.written)
+        if self.config.training.save_total_limit is not None:
+            protect = {self.best["step"]} if self.best else set()
+            prune(self.store.folder, self.config.training.save_total_limit, protect)
+
+    def _failed(self, step: int, error: CheckpointError, *, must: bool) -> None:
+        self._writing = None
+        self.store.event("checkpoint_failed", str(error), step=step)
+        if must or self.config.training.checkpoint_errors == "stop":
+            raise error
+        self.note(f"step {step}: {error}. Going on without it (checkpoint_errors: continue)")
+
+    def _update_best(self, step: int, metrics: dict[str, float]) -> None:
+        name = self.config.training.best_metric
+        if name is None:
+            return
+        sign, name = (-1.0, name[1:]) if name.startswith("-") else (1.0, name)
+        if name not in metrics:
+            raise ConfigError(f"best_metric: there is no metric {name!r} at step {step}; known: {', '.join(metrics)}")
+        if self.best is None or sign * metrics[name] > sign * self.best["value"]:
+            self.best = {"metric": name, "value": metrics[name], "step": step}

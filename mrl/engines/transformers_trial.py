@@ -1,0 +1,102 @@
+"""Which way of running a model is right for it: the fastest whose logits are those of plain forwards, by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from mrl.engines.kv_cache import GrowingCache
+
+if TYPE_CHECKING:
+    from mrl.engines.transformers_model import CausalLM, Path
+
+_LENGTHS = (6, 9, 4)
+"""Prompts of the trial: two beside each other, and one that takes the place of the first."""
+
+
+def fastest_path(lm: CausalLM) -> Path:
+    """Try the ways to run `lm`, the fastest first; "model's cache" is not tried, since it is the model's own.
+
+    A model whose plain logits are not finite proves nothing: it gets the fastest, and an error when it generates.
+    """
+    windows = None if lm.windows is None else set(lm.windows)
+    positions = getattr(lm.text_config, "max_position_embeddings", None)
+    if windows is None or len(windows - {None}) > 1 or (isinstance(positions, int) and positions < max(_LENGTHS) + 2):
+        return "model's cache"
+    candidates: list[Path] = []
+    if lm.text_config._attn_implementation == "sdpa" and getattr(lm.inner, "_supports_attention_backend", False):
+        candidates.append("own masks")
+    if windows == {None}:
+        candidates.append("model's masks")
+    expected = _plain_logits(lm) if candidates else []
+    finite = all(bool(logits.isfinite().all()) for logits in expected)
+    for path in candidates:
+        lm.path = path
+        if not finite or _agrees(lm, expected):
+            return path
+    return "model's cache"
+
+
+def _sequences(lm: CausalLM) -> list[list[int]]:
+    """Each prompt with two more tokens. No random numbers: loading a model must not move the caller's generator."""
+    return [[(17 + 31 * row + 7919 * t) % lm.vocab_size for t in range(n + 2)] for row, n in enumerate(_LENGTHS)]
+
+
+def _plain_logits(lm: CausalLM) -> list[Tensor]:
+    """Logits after every token of each sequence, [T, V], without cache, mask or neighbours."""
+    lm.path = "model's cache"
+    with lm.inference():
+        return [
+            lm.inner(input_ids=torch.tensor([ids], device=lm.device), use_cache=False).logits[0].float()
+            for ids in _sequences(lm)
+        ]
+
+
+def _agrees(lm: CausalLM, expected: Sequence[Tensor]) -> bool:
+    """Whether ragged prompts, decoding and a replaced row give the logits of plain forwards."""
+    exact = lm.inner.dtype == torch.float32 and lm.autocast_dtype is None
+    scale = max(float(logits.abs().max()) for logits in expected)
+    tolerance = (1e-3 if exact else 5e-2) * scale
+    try:
+        with lm.inference():
+            pairs = _walk(lm)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
+        return False  # it does not take such masks, or such a cache
+    return all(bool(((got - expected[row][at]).abs() <= tolerance).all()) for row, at, got in pairs)
+
+
+def _walk(lm: CausalLM) -> list[tuple[int, int, Tensor]]:
+    """(sequence, its last token's place, logits [V] after it) along the way."""
+    ids = _sequences(lm)
+    short, long, third = _LENGTHS
+    cache, pairs = cast(GrowingCache, lm.new_cache()), []
+
+    def run(
+        tokens_BT: list[list[int]], real_BL: list[list[int]] | None, first_B: list[int], into: GrowingCache
+    ) -> Tensor:
+        tokens = torch.tensor(tokens_BT, device=lm.device)
+        positions = torch.tensor(first_B, device=lm.device)[:, None] + torch.arange(tokens.shape[1], device=lm.device)
+        real = None if real_BL is None else torch.tensor(real_BL, dtype=torch.bool, device=lm.device)
+        return lm.forward(tokens, positions.clamp(min=0), real, into, keep=1)[:, 0].float()
+
+    padding = long - short
+    prompts = [[0] * padding + ids[0][:short], ids[1][:long]]
+    logits = run(prompts, [[0] * padding + [1] * short, [1] * long], [-padding, 0], cache)
+    pairs += [(0, short - 1, logits[0]), (1, long - 1, logits[1])]
+
+    seen = [[0] * padding + [1] * (short + 1), [1] * (long + 1)]
+    logits = run([[ids[0][short]], [ids[1][long]]], seen, [short, long], cache)
+    pairs += [(0, short, logits[0]), (1, long, logits[1])]
+
+    part = cast(GrowingCache, lm.new_cache())
+    logits = run([ids[2][:third]], None, [0], part)
+    pairs.append((2, third - 1, logits[0]))
+    first = torch.zeros(1, dtype=torch.int64, device=lm.device)
+    cache.put(first, 2, part, first, third, room=1)
+    padding = long + 1 - third
+    seen = [[0] * padding + [1] * (third + 1), [1] * (long + 2)]
+    logits = run([[ids[2][third]], [ids[1][long + 1]]], seen, [third, long + 1], cache)
+    return [*pairs, (2, third, logits[0]), (1, long + 1, logits[1])]

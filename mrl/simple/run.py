@@ -1,0 +1,300 @@
+"""A run in simple mode: checked first, trained by one worker, recorded here as any other run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from mrl.backends import BACKENDS, Resources
+from mrl.config import OrchestratorConfig
+from mrl.data import check_prompt_lengths
+from mrl.data.tasks import Row
+from mrl.errors import ConfigError, StoreError
+from mrl.interrupts import interrupts
+from mrl.models import context_length, load_config, load_tokenizer, pin_model
+from mrl.orchestrator import RunResult
+from mrl.preflight import (
+    check_disk,
+    check_names,
+    check_rewards,
+    draw_eval,
+    load_eval_rows,
+    load_eval_tasks,
+    load_train_rows,
+    load_train_tasks,
+    reward_worker_args,
+)
+from mrl.resume import ResumePoint, check_same_run, check_same_tasks, find_resume_point, fingerprint, record_options
+from mrl.rollouts.prompts import PromptEncoder
+from mrl.simple.data import check_shape, make_examples
+from mrl.simple.options import check_options, notices
+from mrl.simple.trainers import TRAINERS, TrainerSpec
+from mrl.store.checkpoints import prune, remove_leftovers
+from mrl.store.run import RunStore
+from mrl.tracking import RunInfo, TrackerSet
+from mrl.tracking.base import Status
+from mrl.types import Group, Task
+from mrl.workers.reward import RewardWorker
+
+POLL_SECONDS = 0.5
+"""How long a call waits for records: as long as Ctrl-C may take to reach the worker."""
+
+
+@dataclass
+class PreparedSimple:
+    """What the checks found out, for the run to use."""
+
+    spec: TrainerSpec
+    tasks: list[Task]
+    """Prompts to answer, or examples as columns."""
+    eval_tasks: list[Task]
+    max_model_len: int
+    notices: list[str]
+
+
+def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
+    """Check everything that can be before a model is loaded. Raises the typed error of whatever will not do."""
+    spec = TRAINERS.get(config.trl.algorithm)
+    check_options(config, spec)
+    check_installed()
+    check_names(config)
+    rewards = RewardWorker(**reward_worker_args(config.reward)) if spec.online else None
+    tasks = load_train_tasks(config) if spec.online else []
+    rows, where = load_train_rows(config) if not spec.online else ([], "")
+    text_column = config.trl.trl_args.get("dataset_text_field", "text")
+    shape = check_shape(rows, spec, where, text_column) if rows else ()
+    eval_tasks, eval_rows = _load_eval(config, spec, shape, text_column)
+    for part in (tasks, eval_tasks):
+        if part and rewards is not None:
+            check_rewards(rewards, part)
+    context = context_length(load_config(config.model), config.model.max_model_len)
+    encoder = PromptEncoder(load_tokenizer(config.model), config.data.prompt_format, config.data.system_prompt)
+    if spec.online:
+        _check_lengths([tasks, eval_tasks], encoder, context, config)
+    else:
+        tasks, eval_tasks = (_as_tasks(make_examples(part, shape, encoder)) for part in (rows, eval_rows))
+    _check_enough(tasks, config, spec)
+    return PreparedSimple(spec, tasks, eval_tasks, context, notices(config, spec, len(tasks)))
+
+
+def check_installed() -> None:
+    """Raises ConfigError when TRL is not there."""
+    if importlib.util.find_spec("trl") is None:
+        raise ConfigError("mode: simple needs TRL, which is not installed; pip install 'mrl[trl]'")
+
+
+class SimpleRun:
+    """Runs one configuration in simple mode, from beginning to end or from its newest checkpoint on.
+
+    resume: `run_dir` holds a run of this configuration.
+    """
+
+    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
+        self.config, self.run_dir, self.resume = config, run_dir, resume
+        self.point: ResumePoint | None = None
+        self.stopping = False
+        self.step = self.checkpointed = 0
+        self.metrics: dict[str, float] = {}
+        self.eval_metrics: dict[str, float] = {}
+
+    async def run(self) -> RunResult:
+        """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
+        start = perf_counter()
+        self.config.model.model = pin_model(self.config.model.model)
+        self.prepared = await asyncio.to_thread(prepare_simple, self.config)
+        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+        self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
+        self.store = self._open_store()
+        outcome: Status = "failed"
+        try:
+            with interrupts(self._interrupt):
+                await self._train()
+            outcome = "finished" if self.step >= self.total_steps else "interrupted"
+            self.store.finish(outcome)
+        except BaseException as error:
+            self.store.finish("failed", f"{type(error).__name__}: {error}")
+            with contextlib.suppress(StoreError):  # which may be the very error
+                self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
+            raise
+        finally:
+            self.trackers.finish(outcome)
+            await self.backend.close()
+            self.store.close()
+        return RunResult(
+            run_dir=self.run_dir,
+            status=outcome,
+            steps=self.step,
+            checkpoint=self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None,
+            metrics=self.metrics,
+            eval_metrics=self.eval_metrics,
+            seconds=perf_counter() - start,
+        )
+
+    # --- the worker -------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        from mrl.simple.worker import SimpleWorker
+
+        config = self.config
+        objects = ("train_dataset", "eval_dataset", "reward_funcs")
+        worker = await self.backend.spawn(
+            SimpleWorker,
+            name="simple",
+            resources=Resources(gpu=config.runtime.actor_gpu),
+            args={
+                "options": {name: value for name, value in config.flat().items() if name not in objects},
+                "tasks": self.prepared.tasks,
+                "eval_tasks": self.prepared.eval_tasks,
+                "rewards": reward_worker_args(config.reward) if self.prepared.spec.online else None,
+                "max_model_len": self.prepared.max_model_len,
+                "folder": str(self.run_dir),
+                "resume_from": None if self.point is None else str(self.point.checkpoint.path),
+            },
+        )
+        facts: dict[str, Any] = await worker.call("initialize")
+        self.total_steps = facts["total_steps"]
+        check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
+        self._announce(facts)
+        if self.step >= self.total_steps:
+            return
+        await worker.call(
+            "start", {"tasks": fingerprint(self.prepared.tasks), "trackers": self.trackers.run_ids(), "in_flight": []}
+        )
+        ended = stopped = False
+        while not ended:
+            if self.stopping and not stopped:
+                stopped = True
+                await worker.call("stop")
+            for record in await worker.call("next_records", POLL_SECONDS):
+                ended = ended or record["kind"] == "end"
+                self._take(record)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        kind, step = record["kind"], record["step"]
+        if kind == "step":
+            self.step, self.metrics = step, record["metrics"]
+            self.store.write_step(step, self.metrics, record["groups"])
+            self.trackers.log(step, self.metrics)
+            self._show_completions(record["groups"])
+        elif kind == "eval":
+            self.eval_metrics = record["metrics"]
+            self.store.write_eval(step, self.eval_metrics, record["groups"])
+            self.trackers.log(step, self.eval_metrics)
+        elif kind == "checkpoint":
+            self.checkpointed = step
+            self.store.event("checkpoint", str(self.store.checkpoint_path(step)), step=step)
+            if self.config.training.save_total_limit is not None:
+                protect = {record["best"]["step"]} if record["best"] else set()
+                prune(self.run_dir, self.config.training.save_total_limit, protect)
+        elif kind == "checkpoint_failed":
+            self.store.event("checkpoint_failed", record["message"], step=step)
+            self._note(f"step {step}: {record['message']}. Going on without it (checkpoint_errors: continue)")
+
+    def _open_store(self) -> RunStore:
+        if not self.resume:
+            return RunStore(self.run_dir, self.config)
+        check_same_run(self.run_dir, self.config)
+        self.point = find_resume_point(self.run_dir)
+        if self.point is not None:
+            check_same_tasks(self.point, self.prepared.tasks, self.config)
+            self.step = self.checkpointed = self.point.state["step"]
+        store = RunStore.reopen(self.run_dir)
+        try:
+            record_options(self.run_dir, self.config)
+            store.rewind(self.step if self.point is not None else -1)
+            remove_leftovers(self.run_dir)
+            shutil.rmtree(self.run_dir / "trl", ignore_errors=True)
+            store.event("resume", f"going on after step {self.step}", step=self.step)
+        except BaseException:
+            store.close()  # lets another process have the run
+            raise
+        return store
+
+    def _announce(self, facts: dict[str, Any]) -> None:
+        shown = {
+            "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
+            "on": facts["device"],
+            "trainer": f"TRL's {self.prepared.spec.name}",
+            "tasks" if self.prepared.spec.online else "examples": len(self.prepared.tasks),
+            "held-out": len(self.prepared.eval_tasks),
+        }
+        self.trackers.start(
+            RunInfo(
+                self.run_dir.name,
+                self.run_dir,
+                self.total_steps,
+                self.config.to_dict(),
+                shown,
+                step=self.step,
+                resume_ids=self.point.state["trackers"] if self.point else {},
+            )
+        )
+        self.store.event("start", "the trainer is up", **facts)
+        for notice in self.prepared.notices:
+            self._note(notice)
+        if self.resume:
+            for problem in self.point.problems if self.point else []:
+                self._note(f"checkpoint not used: {problem}")
+            self._note(f"going on after step {self.step} of {self.total_steps}")
+
+    def _interrupt(self) -> None:
+        self.stopping = True
+        self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
+
+    def _tracker_failed(self, message: str) -> None:
+        self.store.event("tracker_failed", message, step=self.step)
+        self.trackers.note(message)
+
+    def _note(self, message: str) -> None:
+        self.store.event("notice", message, step=self.step)
+        self.trackers.note(message)
+
+    def _show_completions(self, groups: list[Group]) -> None:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts[: self.config.run.log_completions]:
+            self.trackers.note(f"[{rollout.task_id}] reward {rollout.reward}\n{rollout.messages[-1]['content']}")
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _load_eval(
+    config: OrchestratorConfig, spec: TrainerSpec, shape: tuple[str, ...], text_column: str
+) -> tuple[list[Task], list[Row]]:
+    if spec.online:
+        return load_eval_tasks(config), []
+    rows, where = load_eval_rows(config)
+    if rows and check_shape(rows, spec, where, text_column) != shape:
+        raise ConfigError(f"eval_dataset: {where} has not the columns {', '.join(shape)} that the training data has")
+    return [], draw_eval(config, rows)
+
+
+def _check_lengths(parts: list[list[Task]], encoder: PromptEncoder, context: int, config: OrchestratorConfig) -> None:
+    """TRL does not end a completion where the context ends, so prompt and longest completion must fit together."""
+    values = config.flat()
+    completion = min(values["max_tokens"], values["max_completion_length"])
+    if completion >= context:
+        raise ConfigError(
+            f"max_completion_length: {completion} tokens leave no room for a prompt in max_model_len ({context}), and "
+            f"TRL does not end a completion there; use e.g. {context // 2}"
+        )
+    for part in parts:
+        check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), context - completion)
+
+
+def _check_enough(tasks: list[Task], config: OrchestratorConfig, spec: TrainerSpec) -> None:
+    if spec.learns_from == "rollouts" and len(tasks) < config.training.batch_size:
+        raise ConfigError(
+            f"batch_size: TRL leaves out incomplete batches, and {len(tasks)} tasks do not fill one of "
+            f"{config.training.batch_size}; use {len(tasks)} or less"
+        )
+
+
+def _as_tasks(examples: list[Row]) -> list[Task]:
+    return [Task(str(index), "", example) for index, example in enumerate(examples)]

@@ -1,0 +1,101 @@
+"""The optimizer and its schedule; where asked for, with its state in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.config import TrainingConfig
+from mrl.errors import ConfigError
+
+
+def check_offload(config: TrainingConfig, device: torch.device) -> None:
+    """Raise ConfigError where `offload_optimizer` has nothing to gain."""
+    if config.offload_optimizer and device.type == "cpu":
+        raise ConfigError("offload_optimizer: the model is on the CPU, and so is the optimizer's state; leave it out")
+
+
+def make_optimizer(parameters: Sequence[Tensor], config: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2)}
+    if not config.offload_optimizer:
+        return torch.optim.AdamW(groups, fused=device.type in ("cpu", "cuda"), **options)
+    return HostAdamW(groups, **options)
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, config: TrainingConfig, total_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate's course over all updates of a run."""
+    from transformers import get_scheduler
+
+    return get_scheduler(
+        "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=config.warmup_steps * config.num_iterations,
+        num_training_steps=total_steps * config.num_iterations,
+    )
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW whose state and arithmetic are in host memory (ZeRO-Offload, arXiv 2101.06840).
+
+    Gradients are copied there, updated parameters back: eight bytes a parameter less on the device, for two copies of
+    the model over the bus each update. The host has a copy of the parameters too.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        host_groups = []
+        for group in groups:
+            host = [self._host_copy(parameter) for parameter in group["params"]]
+            self.pairs += zip(group["params"], host, strict=True)
+            host_groups.append({**group, "params": host})
+        super().__init__(host_groups, fused=True, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for parameter, host in self.pairs:
+            if parameter.grad is None:
+                host.grad = None
+                continue
+            if host.grad is None:
+                host.grad = torch.empty_like(host, pin_memory=host.is_pinned())
+            host.grad.copy_(parameter.grad, non_blocking=True)
+        self._wait()
+        super().step()
+        for parameter, host in self.pairs:
+            parameter.copy_(host, non_blocking=True)
+        self._wait()  # before the next update writes to the host's copy
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the device's parameters; the host's are written over by the next update."""
+        for parameter, _ in self.pairs:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Also takes the parameters as they are now on the device: load those first."""
+        super().load_state_dict(state_dict)
+        for parameter, host in self.pairs:
+            host.copy_(parameter)
+
+    @staticmethod
+    def _host_copy(parameter: Tensor) -> Tensor:
+        host = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+        return host.copy_(parameter.detach())
+
+    def _wait(self) -> None:
+        if any(parameter.is_cuda for parameter, _ in self.pairs):
+            torch.cuda.synchronize()
