@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config import OrchestratorConfig, flat_fields
+from mrl.config import OrchestratorConfig, ServingConfig, flat_fields
 from mrl.errors import ConfigError
 from mrl.simple.trainers import TrainerSpec
 
@@ -154,6 +154,14 @@ MEANINGS: dict[str, Meaning] = {
     "rollout_gpu": Meaning(frozenset(), advice="the trainer generates by itself, on actor_gpu"),
     "weight_sync_method": Meaning(frozenset(), also=("direct",), advice="the trainer samples from its own weights"),
     "sync_weights_every": Meaning(frozenset(), advice="the trainer samples from its own weights"),
+    **{
+        name: Meaning(frozenset(), advice="TRL has options of its own for vLLM: trl_args: vllm_…")
+        for name in ServingConfig.model_fields
+    },
+    **{
+        name: Meaning(frozenset(), advice="the trainer samples from its own weights")
+        for name in ("weight_sync_dir", "delta_over", "delta_full_every", "sync_timeout")
+    },
 }
 
 OWN_TRL_OPTIONS = {
