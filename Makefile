@@ -11,7 +11,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/mrl train quickstart
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

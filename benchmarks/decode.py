@@ -65,10 +65,13 @@ class Case:
     mean_tokens: int | None = None
     """Where the end-of-sequence token is to come on average; None = it never does."""
     requests: int = ROWS
+    ragged: bool = True
+    """Prompts of different lengths, as real ones have; else of one length, which spares `generate` its padding."""
 
 
 CASES = [
     Case("1M", "fixed length 128", 128),
+    Case("1M", "fixed length 128, equal prompts", 128, ragged=False),
     Case("1M", "to EOS, mean 48", 256, 48),
     Case("1M", "to EOS, mean 48, a queue", 256, 48, requests=4 * ROWS),
     Case("30M", "fixed length 32", 32),
@@ -82,6 +85,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, help="runs of each side (default: 7 for the small model, 3 for the large)"
     )
+    parser.add_argument("--case", default="", help="only cases whose name has this in it")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -93,7 +97,7 @@ def main() -> None:
     print("| model | case | tokens | mrl, tokens/s | `generate`, tokens/s | ratio |")
     print("|---|---|---:|---:|---:|---:|")
     for case in CASES:
-        if options.only in (None, case.model):
+        if options.only in (None, case.model) and options.case in case.name:
             report(case, options.repeats or (7 if case.model == "1M" else 3), options.device)
 
 
@@ -137,22 +141,22 @@ def build(shape: Qwen2Config, mean_tokens: int | None) -> PreTrainedModel:
     return model
 
 
-def prompts(vocab_size: int, count: int) -> list[tuple[int, ...]]:
-    """`count` prompts that share a beginning and have lengths of their own."""
+def prompts(vocab_size: int, count: int, ragged: bool) -> list[tuple[int, ...]]:
+    """`count` prompts that share a beginning; ragged: and have lengths of their own."""
     generator = torch.Generator().manual_seed(1)
 
     def words(n: int) -> tuple[int, ...]:
         return tuple(torch.randint(2, vocab_size, (n,), generator=generator).tolist())
 
     beginning = words(BEGINNING)
-    return [beginning + words(OWN[number % len(OWN)]) for number in range(count)]
+    return [beginning + words(OWN[number % len(OWN) if ragged else 0]) for number in range(count)]
 
 
 def with_engine(model: PreTrainedModel, case: Case) -> Callable[[int], int]:
     """Runs the case by the engine; returns the tokens sampled."""
     engine = TransformersEngine(model, None, max_model_len=1024, max_rows=ROWS)
     sampling = SamplingParams(max_tokens=case.max_tokens)
-    different = prompts(model.config.vocab_size, case.requests // GENERATIONS)
+    different = prompts(model.config.vocab_size, case.requests // GENERATIONS, case.ragged)
 
     def run(repeat: int) -> int:
         requests = [
@@ -167,7 +171,7 @@ def with_engine(model: PreTrainedModel, case: Case) -> Callable[[int], int]:
 
 def with_generate(model: PreTrainedModel, case: Case) -> Callable[[int], int]:
     """Runs the case by `model.generate`, a batch of rows after the other; returns the tokens sampled."""
-    different = prompts(model.config.vocab_size, case.requests // GENERATIONS)
+    different = prompts(model.config.vocab_size, case.requests // GENERATIONS, case.ragged)
     rows = [prompt for prompt in different for _ in range(GENERATIONS)]
 
     def run(repeat: int) -> int:

@@ -8,12 +8,9 @@ One direction, no way back except the weights. Every rollout is written down bef
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,7 +20,6 @@ from mrl.checkpointing import Checkpointing
 from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
 from mrl.dynamic_sampling import refill
-from mrl.errors import StoreError
 from mrl.experience import (
     check_failures,
     check_steps,
@@ -33,102 +29,49 @@ from mrl.experience import (
     shaping_metrics,
     teaching_groups,
 )
-from mrl.interrupts import interrupts
-from mrl.models import pin_model
-from mrl.preflight import check_disk, prepare, reward_worker_args, total_steps
+from mrl.preflight import Prepared, check_disk, prepare, reward_worker_args, total_steps
+from mrl.recorded_run import RecordedRun
 from mrl.resume import (
-    ResumePoint,
-    check_same_run,
-    check_same_tasks,
-    find_resume_point,
     fingerprint,
     random_state,
-    record_options,
     set_random_state,
 )
 from mrl.reward_shaping import KL, is_scored, shape_by_length
 from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
-from mrl.store.checkpoints import SERVED, remove_leftovers
-from mrl.store.run import RunStore
+from mrl.store.checkpoints import SERVED
 from mrl.sync import SYNC_METHODS, WeightSync
-from mrl.tracking import RunInfo, TrackerSet
-from mrl.tracking.base import Status
 from mrl.types import Group, Sample, SamplingParams, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 
 
-@dataclass
-class RunResult:
-    """What a run came to."""
+class Orchestrator(RecordedRun):
+    """mrl's own loop."""
 
-    run_dir: Path
-    status: Status
-    steps: int
-    checkpoint: Path | None
-    metrics: dict[str, float]
-    """Of the last step."""
-    eval_metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation on held-out tasks."""
-    seconds: float = 0.0
-
-
-class Orchestrator:
-    """Runs one configuration from beginning to end, or from its newest checkpoint on.
-
-    resume: `run_dir` holds a run of this configuration.
-    """
+    scratch = "weights"
+    prepared: Prepared
 
     def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
-        self.config = config
-        self.run_dir = run_dir
-        self.resume = resume
-        self.point: ResumePoint | None = None
-        self.stopping = False
-        self.outcome: Status = "failed"
+        super().__init__(config, run_dir, resume=resume)
         self.version = 0
-        self.step = 0
         self.seconds: dict[str, float] = {}
-        self.metrics: dict[str, float] = {}
-        self.eval_metrics: dict[str, float] = {}
 
-    async def run(self) -> RunResult:
-        """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
-        start = perf_counter()
-        self.config.model.model = pin_model(self.config.model.model)
+    async def _prepare(self) -> None:
         self.prepared = await asyncio.to_thread(prepare, self.config)
         self.total_steps = total_steps(self.config, len(self.prepared.tasks))
-        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
-        self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
-        self.sync = make_sync(self.config, self.run_dir, shares_modules=self.backend.shares_memory)
-        self.store = self._open_store()
-        try:
-            with interrupts(self._interrupt):
-                facts = await self._start_workers()
-                self._announce(facts)
-                await self._loop()
-            self.outcome = "finished" if self.step == self.total_steps else "interrupted"
-            self.store.finish(self.outcome)
-        except BaseException as error:
-            self.outcome = "failed"
-            self.store.finish("failed", f"{type(error).__name__}: {error}")
-            with contextlib.suppress(StoreError):  # which may be the very error
-                self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
-            raise
-        finally:
-            self.trackers.finish(self.outcome)
-            await self.backend.close()
-            self.sync.close()
-            self.store.close()
-        return RunResult(
-            run_dir=self.run_dir,
-            status=self.outcome,
-            steps=self.step,
-            checkpoint=self.checkpoints.path(),
-            metrics=self.metrics,
-            eval_metrics=self.eval_metrics,
-            seconds=perf_counter() - start,
-        )
+        self.sync = make_sync(self.config, self.run_dir / self.scratch)
+
+    async def _train(self) -> None:
+        facts = await self._start_workers()
+        notices = facts.pop("notices")
+        self._announce("workers are up", facts, shown={"tasks": len(self.prepared.tasks)}, notices=notices)
+        await self._loop()
+
+    def _clean_up(self) -> None:
+        self.sync.close()
+
+    def _newest_checkpoint(self) -> Path | None:
+        return self.checkpoints.path()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +108,7 @@ class Orchestrator:
             check_failures(groups, self.config, self.step)
             await self._shape(groups)
             metrics |= shaping_metrics(groups, self.config)
-            metrics |= await self._train(groups)
+            metrics |= await self._learn(groups)
         finally:  # what was generated is written down, whatever came after
             tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
             self.seconds["step"] = perf_counter() - start
@@ -243,7 +186,7 @@ class Orchestrator:
             if not math.isfinite(rollout.metrics[KL]):
                 rollout.fail("its divergence from the reference model (kl_in: reward) is not finite")
 
-    async def _train(self, groups: list[Group]) -> dict[str, float]:
+    async def _learn(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
         if not batch.num_tokens:
             why = "every completion was too long or cut (see max_completion_length)"
@@ -328,6 +271,7 @@ class Orchestrator:
         self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
+            self.version = self.point.state["policy_version"]
         self.source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
         facts: dict[str, Any] = await self.actor.call("initialize")
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
@@ -347,53 +291,6 @@ class Orchestrator:
         for worker in self.workers:
             await worker.call("update_weights", ref)
 
-    def _open_store(self) -> RunStore:
-        if not self.resume:
-            return RunStore(self.run_dir, self.config)
-        check_same_run(self.run_dir, self.config)
-        self.point = find_resume_point(self.run_dir)
-        if self.point is not None:
-            check_same_tasks(self.point, self.prepared.tasks, self.config)
-            state = self.point.state
-            self.step, self.version = state["step"], state["policy_version"]
-        store = RunStore.reopen(self.run_dir)
-        try:
-            record_options(self.run_dir, self.config)
-            store.rewind(self.step if self.point is not None else -1)
-            remove_leftovers(self.run_dir)
-            shutil.rmtree(self.run_dir / "weights", ignore_errors=True)
-            store.event("resume", f"going on after step {self.step}", step=self.step)
-        except BaseException:
-            store.close()  # lets another process have the run
-            raise
-        return store
-
-    def _announce(self, facts: dict[str, Any]) -> None:
-        notices = facts.pop("notices")
-        shown = {
-            "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
-            "on": facts["device"],
-            "tasks": len(self.prepared.tasks),
-            "held-out": len(self.prepared.eval_tasks),
-        }
-        info = RunInfo(
-            self.run_dir.name,
-            self.run_dir,
-            self.total_steps,
-            self.config.to_dict(),
-            shown,
-            step=self.step,
-            resume_ids=self.point.state["trackers"] if self.point else {},
-        )
-        self.trackers.start(info)
-        self.store.event("start", "workers are up", total_steps=self.total_steps, **facts)
-        for notice in [*self.prepared.notices, *notices]:
-            self._note(notice)
-        if self.resume:
-            for problem in self.point.problems if self.point else []:
-                self._note(f"checkpoint not used: {problem}")
-            self._note(f"going on after step {self.step} of {self.total_steps}")
-
     # --- small things -----------------------------------------------------------------------------------------------
 
     def _trainer_state(self, epoch: float | None) -> TrainerState:
@@ -405,20 +302,6 @@ class Orchestrator:
     def _evaluates(self) -> bool:
         return bool(self.prepared.eval_tasks)
 
-    def _tracker_failed(self, message: str) -> None:
-        self.store.event("tracker_failed", message, step=self.step)
-        self.trackers.note(message)
-
-    def _note(self, message: str) -> None:
-        self.store.event("notice", message, step=self.step)
-        self.trackers.note(message)
-
-    def _show_completions(self, groups: list[Group]) -> None:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        for rollout in rollouts[: self.config.run.log_completions]:
-            text = rollout.messages[-1]["content"] if rollout.messages else ""
-            self.trackers.note(f"[{rollout.task_id}] reward {rollout.reward}\n{text}")
-
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = perf_counter()
@@ -427,21 +310,17 @@ class Orchestrator:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
-    def _interrupt(self) -> None:
-        self.stopping = True
-        self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
 
-
-def make_sync(config: OrchestratorConfig, run_dir: Path, *, shares_modules: bool) -> WeightSync:
-    """The run's way of sending weights."""
+def make_sync(config: OrchestratorConfig, folder: Path) -> WeightSync:
+    """The run's way of sending weights. folder: where they are written unless `weight_sync_dir` says otherwise."""
     runtime = config.runtime
     extra = {"over": runtime.delta_over, "full_every": runtime.delta_full_every}
     shared = runtime.weight_sync_dir
     return SYNC_METHODS.get(runtime.weight_sync_method)(
-        run_dir / "weights" if shared is None else Path(shared).expanduser() / f"mrl-weights-{run_dir.name}",
+        folder if shared is None else Path(shared).expanduser() / f"mrl-weights-{folder.parent.name}",
         deadline=runtime.sync_timeout,
         lora=config.serving.lora_sync if config.model.use_lora else None,
-        shares_modules=shares_modules,
+        shares_modules=BACKENDS.get(runtime.backend).shares_memory,
         **(extra if runtime.weight_sync_method == "delta" else {}),
     )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mrl.config import OrchestratorConfig
-from mrl.orchestrator import Orchestrator, RunResult
+from mrl.orchestrator import Orchestrator
+from mrl.recorded_run import RunResult
 from mrl.report import write_png
 from mrl.resume import existing_run, resumed_config
 from mrl.store.run import runs_root

@@ -18,7 +18,7 @@ import yaml
 
 from mrl import MRLTrainer
 from mrl.errors import ConfigError, DataError, RewardError, TrainingError
-from mrl.orchestrator import RunResult
+from mrl.recorded_run import RunResult
 from mrl.store.run import newest_checkpoint, read_rows
 
 TASKS = [{"prompt": f"say {i}", "want": "a"} for i in range(10)]

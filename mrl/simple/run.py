@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from mrl.backends import BACKENDS, Resources
+from mrl.backends import Resources
 from mrl.config import OrchestratorConfig
 from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
-from mrl.errors import ConfigError, StoreError
-from mrl.interrupts import interrupts
-from mrl.models import context_length, load_config, load_tokenizer, pin_model
-from mrl.orchestrator import RunResult
+from mrl.errors import ConfigError
+from mrl.models import context_length, load_config, load_tokenizer
 from mrl.preflight import (
     check_disk,
     check_names,
@@ -30,16 +25,14 @@ from mrl.preflight import (
     load_train_tasks,
     reward_worker_args,
 )
-from mrl.resume import ResumePoint, check_same_run, check_same_tasks, find_resume_point, fingerprint, record_options
+from mrl.recorded_run import RecordedRun
+from mrl.resume import fingerprint
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.simple.data import check_shape, make_examples
 from mrl.simple.options import check_options, notices
 from mrl.simple.trainers import TRAINERS, TrainerSpec
-from mrl.store.checkpoints import prune, remove_leftovers
-from mrl.store.run import RunStore
-from mrl.tracking import RunInfo, TrackerSet
-from mrl.tracking.base import Status
-from mrl.types import Group, Task
+from mrl.store.checkpoints import prune
+from mrl.types import Task
 from mrl.workers.reward import RewardWorker
 
 POLL_SECONDS = 0.5
@@ -89,52 +82,21 @@ def check_installed() -> None:
         raise ConfigError("mode: simple needs TRL, which is not installed; pip install 'mrl[trl]'")
 
 
-class SimpleRun:
-    """Runs one configuration in simple mode, from beginning to end or from its newest checkpoint on.
+class SimpleRun(RecordedRun):
+    """One of TRL's trainers' loops, in a worker that tells of every step."""
 
-    resume: `run_dir` holds a run of this configuration.
-    """
+    scratch = "trl"
+    prepared: PreparedSimple
 
     def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
-        self.config, self.run_dir, self.resume = config, run_dir, resume
-        self.point: ResumePoint | None = None
-        self.stopping = False
-        self.step = self.checkpointed = 0
-        self.metrics: dict[str, float] = {}
-        self.eval_metrics: dict[str, float] = {}
+        super().__init__(config, run_dir, resume=resume)
+        self.checkpointed = 0
 
-    async def run(self) -> RunResult:
-        """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
-        start = perf_counter()
-        self.config.model.model = pin_model(self.config.model.model)
+    async def _prepare(self) -> None:
         self.prepared = await asyncio.to_thread(prepare_simple, self.config)
-        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
-        self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
-        self.store = self._open_store()
-        outcome: Status = "failed"
-        try:
-            with interrupts(self._interrupt):
-                await self._train()
-            outcome = "finished" if self.step >= self.total_steps else "interrupted"
-            self.store.finish(outcome)
-        except BaseException as error:
-            self.store.finish("failed", f"{type(error).__name__}: {error}")
-            with contextlib.suppress(StoreError):  # which may be the very error
-                self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
-            raise
-        finally:
-            self.trackers.finish(outcome)
-            await self.backend.close()
-            self.store.close()
-        return RunResult(
-            run_dir=self.run_dir,
-            status=outcome,
-            steps=self.step,
-            checkpoint=self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None,
-            metrics=self.metrics,
-            eval_metrics=self.eval_metrics,
-            seconds=perf_counter() - start,
-        )
+
+    def _newest_checkpoint(self) -> Path | None:
+        return self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None
 
     # --- the worker -------------------------------------------------------------------------------------------------
 
@@ -142,6 +104,7 @@ class SimpleRun:
         from mrl.simple.worker import SimpleWorker
 
         config = self.config
+        self.checkpointed = self.step
         objects = ("train_dataset", "eval_dataset", "reward_funcs")
         worker = await self.backend.spawn(
             SimpleWorker,
@@ -160,7 +123,9 @@ class SimpleRun:
         facts: dict[str, Any] = await worker.call("initialize")
         self.total_steps = facts["total_steps"]
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
-        self._announce(facts)
+        spec, tasks = self.prepared.spec, self.prepared.tasks
+        shown = {"trainer": f"TRL's {spec.name}", "tasks" if spec.online else "examples": len(tasks)}
+        self._announce("the trainer is up", facts, shown=shown, notices=[])
         if self.step >= self.total_steps:
             return
         await worker.call(
@@ -195,70 +160,6 @@ class SimpleRun:
         elif kind == "checkpoint_failed":
             self.store.event("checkpoint_failed", record["message"], step=step)
             self._note(f"step {step}: {record['message']}. Going on without it (checkpoint_errors: continue)")
-
-    def _open_store(self) -> RunStore:
-        if not self.resume:
-            return RunStore(self.run_dir, self.config)
-        check_same_run(self.run_dir, self.config)
-        self.point = find_resume_point(self.run_dir)
-        if self.point is not None:
-            check_same_tasks(self.point, self.prepared.tasks, self.config)
-            self.step = self.checkpointed = self.point.state["step"]
-        store = RunStore.reopen(self.run_dir)
-        try:
-            record_options(self.run_dir, self.config)
-            store.rewind(self.step if self.point is not None else -1)
-            remove_leftovers(self.run_dir)
-            shutil.rmtree(self.run_dir / "trl", ignore_errors=True)
-            store.event("resume", f"going on after step {self.step}", step=self.step)
-        except BaseException:
-            store.close()  # lets another process have the run
-            raise
-        return store
-
-    def _announce(self, facts: dict[str, Any]) -> None:
-        shown = {
-            "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
-            "on": facts["device"],
-            "trainer": f"TRL's {self.prepared.spec.name}",
-            "tasks" if self.prepared.spec.online else "examples": len(self.prepared.tasks),
-            "held-out": len(self.prepared.eval_tasks),
-        }
-        self.trackers.start(
-            RunInfo(
-                self.run_dir.name,
-                self.run_dir,
-                self.total_steps,
-                self.config.to_dict(),
-                shown,
-                step=self.step,
-                resume_ids=self.point.state["trackers"] if self.point else {},
-            )
-        )
-        self.store.event("start", "the trainer is up", **facts)
-        for notice in self.prepared.notices:
-            self._note(notice)
-        if self.resume:
-            for problem in self.point.problems if self.point else []:
-                self._note(f"checkpoint not used: {problem}")
-            self._note(f"going on after step {self.step} of {self.total_steps}")
-
-    def _interrupt(self) -> None:
-        self.stopping = True
-        self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
-
-    def _tracker_failed(self, message: str) -> None:
-        self.store.event("tracker_failed", message, step=self.step)
-        self.trackers.note(message)
-
-    def _note(self, message: str) -> None:
-        self.store.event("notice", message, step=self.step)
-        self.trackers.note(message)
-
-    def _show_completions(self, groups: list[Group]) -> None:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        for rollout in rollouts[: self.config.run.log_completions]:
-            self.trackers.note(f"[{rollout.task_id}] reward {rollout.reward}\n{rollout.messages[-1]['content']}")
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from mrl import MRLTrainer
 from mrl.cli import main
 from mrl.errors import CheckpointError, ConfigError
 from mrl.models import resolve_model
-from mrl.orchestrator import RunResult
+from mrl.recorded_run import RunResult
 from mrl.replay import replay
 from mrl.store.checkpoints import Checkpoint, list_checkpoints, newest_intact, write_checkpoint
 from mrl.store.run import read_rows

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from mrl.cli import main
 from mrl.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
-from mrl.orchestrator import RunResult
+from mrl.recorded_run import RunResult
 from mrl.replay import replay
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from mrl.cli import main
 from mrl.errors import ConfigError, DataError, ModelError, TrainingError
 from mrl.models import load_model
-from mrl.orchestrator import RunResult
+from mrl.recorded_run import RunResult
 from mrl.report import read_curve
 from mrl.store.run import read_rows
 

@@ -1,0 +1,178 @@
+"""What every run has, whoever trains: its record, its trackers, Ctrl-C, resuming, and an end in good order."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ClassVar
+
+from mrl.backends import BACKENDS
+from mrl.config import OrchestratorConfig
+from mrl.errors import StoreError
+from mrl.interrupts import interrupts
+from mrl.models import pin_model
+from mrl.resume import ResumePoint, check_same_run, check_same_tasks, find_resume_point, record_options
+from mrl.store.checkpoints import remove_leftovers
+from mrl.store.run import RunStore
+from mrl.tracking import RunInfo, TrackerSet
+from mrl.tracking.base import Status
+from mrl.types import Group
+
+
+@dataclass
+class RunResult:
+    """What a run came to."""
+
+    run_dir: Path
+    status: Status
+    steps: int
+    checkpoint: Path | None
+    metrics: dict[str, float]
+    """Of the last step."""
+    eval_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation on held-out tasks."""
+    seconds: float = 0.0
+
+
+class RecordedRun:
+    """Runs one configuration from beginning to end, or from its newest checkpoint on. How it trains is a subclass's.
+
+    resume: `run_dir` holds a run of this configuration.
+    """
+
+    scratch: ClassVar[str]
+    """Folder in `run_dir` with what only a running process needs."""
+    prepared: Any
+    """With at least `tasks`, `eval_tasks` and `notices`."""
+    total_steps: int
+
+    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
+        self.config, self.run_dir, self.resume = config, run_dir, resume
+        self.point: ResumePoint | None = None
+        self.stopping = False
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.eval_metrics: dict[str, float] = {}
+
+    async def run(self) -> RunResult:
+        """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
+        start = perf_counter()
+        self.config.model.model = pin_model(self.config.model.model)
+        await self._prepare()
+        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+        self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
+        self.store = self._open_store()
+        outcome: Status = "failed"
+        try:
+            with interrupts(self._interrupt):
+                await self._train()
+            outcome = "finished" if self.step >= self.total_steps else "interrupted"
+            self.store.finish(outcome)
+        except BaseException as error:
+            outcome = "failed"
+            self.store.finish("failed", f"{type(error).__name__}: {error}")
+            with contextlib.suppress(StoreError):  # which may be the very error
+                self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
+            raise
+        finally:
+            self.trackers.finish(outcome)
+            await self.backend.close()
+            self._clean_up()
+            self.store.close()
+        return RunResult(
+            run_dir=self.run_dir,
+            status=outcome,
+            steps=self.step,
+            checkpoint=self._newest_checkpoint(),
+            metrics=self.metrics,
+            eval_metrics=self.eval_metrics,
+            seconds=perf_counter() - start,
+        )
+
+    # --- what a subclass does ---------------------------------------------------------------------------------------
+
+    async def _prepare(self) -> None:
+        """Check everything that can be before the run's folder is touched; sets `prepared`."""
+        raise NotImplementedError
+
+    async def _train(self) -> None:
+        """Start workers, `_announce`, train until `total_steps` or `stopping`."""
+        raise NotImplementedError
+
+    def _clean_up(self) -> None:
+        """After the workers are gone, whatever happened."""
+
+    def _newest_checkpoint(self) -> Path | None:
+        raise NotImplementedError
+
+    # --- for its use ------------------------------------------------------------------------------------------------
+
+    def _announce(self, what: str, facts: dict[str, Any], *, shown: dict[str, Any], notices: list[str]) -> None:
+        """Start the trackers and say how the run begins. facts: of the worker that trains. shown: for people."""
+        shown = {
+            "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
+            "on": facts["device"],
+            **shown,
+            "held-out": len(self.prepared.eval_tasks),
+        }
+        self.trackers.start(
+            RunInfo(
+                self.run_dir.name,
+                self.run_dir,
+                self.total_steps,
+                self.config.to_dict(),
+                shown,
+                step=self.step,
+                resume_ids=self.point.state["trackers"] if self.point else {},
+            )
+        )
+        self.store.event("start", what, **{"total_steps": self.total_steps, **facts})
+        for notice in [*self.prepared.notices, *notices]:
+            self._note(notice)
+        if self.resume:
+            for problem in self.point.problems if self.point else []:
+                self._note(f"checkpoint not used: {problem}")
+            self._note(f"going on after step {self.step} of {self.total_steps}")
+
+    def _note(self, message: str) -> None:
+        self.store.event("notice", message, step=self.step)
+        self.trackers.note(message)
+
+    def _show_completions(self, groups: list[Group]) -> None:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts[: self.config.run.log_completions]:
+            text = rollout.messages[-1]["content"] if rollout.messages else ""
+            self.trackers.note(f"[{rollout.task_id}] reward {rollout.reward}\n{text}")
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def _open_store(self) -> RunStore:
+        if not self.resume:
+            return RunStore(self.run_dir, self.config)
+        check_same_run(self.run_dir, self.config)
+        self.point = find_resume_point(self.run_dir)
+        if self.point is not None:
+            check_same_tasks(self.point, self.prepared.tasks, self.config)
+            self.step = self.point.state["step"]
+        store = RunStore.reopen(self.run_dir)
+        try:
+            record_options(self.run_dir, self.config)
+            store.rewind(self.step if self.point is not None else -1)
+            remove_leftovers(self.run_dir)
+            shutil.rmtree(self.run_dir / self.scratch, ignore_errors=True)
+            store.event("resume", f"going on after step {self.step}", step=self.step)
+        except BaseException:
+            store.close()  # lets another process have the run
+            raise
+        return store
+
+    def _tracker_failed(self, message: str) -> None:
+        self.store.event("tracker_failed", message, step=self.step)
+        self.trackers.note(message)
+
+    def _interrupt(self) -> None:
+        self.stopping = True
+        self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
