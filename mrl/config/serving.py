@@ -11,7 +11,7 @@ from mrl.errors import ConfigError
 
 _LOCAL = (
     *("vllm_python", "tensor_parallel_size", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager"),
-    *("vllm_devices", "vllm_max_num_seqs", "vllm_args", "vllm_start_timeout"),
+    *("vllm_devices", "vllm_max_num_seqs", "vllm_args", "vllm_start_timeout", "vllm_stall_timeout"),
 )
 _REMOTE = ("vllm_urls", "vllm_api_key_env", "vllm_model_name")
 
@@ -38,6 +38,9 @@ class ServingConfig(Section):
     """Any other of vLLM's engine arguments, by their Python names, e.g. `{"max_num_batched_tokens": 8192}`."""
     vllm_start_timeout: float = Field(900.0, gt=0)
     """Seconds an engine may take to start."""
+    vllm_stall_timeout: float = Field(120.0, gt=0)
+    """Seconds without a sign of life, or without a token for the requests it works on, after which an engine is killed
+    and replaced; more than its longest step takes, such as the prefill of the longest prompt."""
     vllm_urls: list[str] = Field(default_factory=list)
     """Running `vllm serve` servers for engine `vllm-remote`, e.g. `http://gpu-box:8000`; one worker for each."""
     vllm_api_key_env: str | None = None

@@ -61,6 +61,7 @@ class VLLMEngine:
         vllm_max_num_seqs: int = 256,
         vllm_args: dict[str, Any] | None = None,
         vllm_start_timeout: float = 900.0,
+        vllm_stall_timeout: float = 120.0,
         sync_timeout: float = 300.0,
         lora_sync: Literal["adapter", "merged"] = "merged",
     ) -> Self:
@@ -98,6 +99,7 @@ class VLLMEngine:
             "python": vllm_python,
             "env": {"CUDA_VISIBLE_DEVICES": device} if device else {},
             "start_timeout": vllm_start_timeout,
+            "stall_timeout": vllm_stall_timeout,
             "sync_timeout": sync_timeout,
         }
         with tempfile.TemporaryDirectory(prefix="mrl-model-") as folder:

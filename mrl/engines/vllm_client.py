@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import mrl
+from mrl import scratch
+from mrl.engines.vllm_memory import advice
 from mrl.engines.vllm_process import wire
 from mrl.engines.vllm_process.ending import end_group
+from mrl.engines.vllm_watch import until_it_hangs
 from mrl.errors import EngineDied, EngineError
 
 _LOG_LINES = 12
 _ENDING_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 1.0
 
 
 class VLLMProcess:
@@ -30,7 +33,7 @@ class VLLMProcess:
 
     settings: of vLLM's AsyncEngineArgs, plain data. version: of the weights it starts with. python: another
     environment's interpreter; None = this one. env: environment variables to set. start_timeout: seconds until the
-    engine has to be up.
+    engine has to be up. stall_timeout: seconds without a sign of life after which it is dead.
 
     Raises EngineError, with the end of the process's log, when it does not come up.
     """
@@ -43,13 +46,16 @@ class VLLMProcess:
         python: str | None,
         env: dict[str, str],
         start_timeout: float,
+        stall_timeout: float,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="mrl-vllm-", dir=_short_folder()))
+        self.settings = settings
+        self.folder = scratch.make("vllm", _short_folder())
         self.log = self.folder / "log.txt"
         self.pending: dict[int, asyncio.Future[Any]] = {}
         self.count = 0
         self.ended: str | None = None
         self.process: subprocess.Popen[bytes] | None = None
+        self.buried = False
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="mrl-vllm", daemon=True)
         self.thread.start()
@@ -64,6 +70,7 @@ class VLLMProcess:
         except BaseException:
             self.close()
             raise
+        asyncio.run_coroutine_threadsafe(self._watch(stall_timeout), self.loop)
 
     @property
     def pid(self) -> int:
@@ -81,18 +88,17 @@ class VLLMProcess:
 
     def close(self) -> None:
         """End the process and every process it started. Calling it twice is allowed."""
-        self.ended = self.ended or "it was closed"
+        self.ended = self.ended or "this vLLM engine was closed"
         if self.thread.is_alive():
             self._run(self._disconnect(), _ENDING_SECONDS)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join()
             self.loop.close()
-        if self.process is not None:
+        if self.process is not None and not self.buried:
             with contextlib.suppress(subprocess.TimeoutExpired):  # if it hangs it is killed below
                 self.process.wait(_ENDING_SECONDS)
-            end_group(self.process.pid)
-            self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            self._bury()
+        scratch.remove(self.folder)
 
     # --- on the loop ------------------------------------------------------------------------------------------------
 
@@ -130,7 +136,7 @@ class VLLMProcess:
             raise EngineError(f"vllm_python: {command[0]} does not start ({error.strerror})") from None
         while not connected.done():
             if self.process.poll() is not None:
-                raise EngineError(f"vLLM's process ended at once:\n{self._tail()}")
+                raise self._not_up("vLLM's process ended at once")
             await asyncio.wait([connected], timeout=0.05)
         server.close()
         reader, self.writer = connected.result()
@@ -138,15 +144,15 @@ class VLLMProcess:
         try:
             first = await wire.read(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise EngineError(f"vLLM's process ended while it started:\n{self._tail()}") from None
+            raise self._not_up("vLLM's process ended while it started") from None
         if "failed" in first:
-            raise EngineError(f"vLLM does not start: {first['failed']}. Its log ends:\n{self._tail()}")
+            raise self._not_up(f"vLLM does not start: {first['failed']}")
         self.reading = self.loop.create_task(self._read(reader))
         return dict(first["ready"])
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         if self.ended is not None:
-            raise EngineDied(f"the vLLM process is gone: {self.ended}")
+            raise EngineDied(self.ended)
         self.count += 1
         number = self.count
         future = self.pending[number] = self.loop.create_future()
@@ -170,14 +176,27 @@ class VLLMProcess:
                 if "error" not in message:
                     future.set_result(message["result"])
                 elif message["kind"] == "dead":
-                    future.set_exception(EngineDied(f"vLLM died: {message['error']}. Its log ends:\n{self._tail()}"))
+                    self._gone(f"vLLM died: {message['error']}")
                 else:
                     future.set_exception(EngineError(message["error"]))
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.ended = self.ended or f"its log ends:\n{self._tail()}"
-            for future in self.pending.values():
-                if not future.done():
-                    future.set_exception(EngineDied(f"the vLLM process died; {self.ended}"))
+            self._gone("the vLLM process died")
+
+    async def _watch(self, stall_timeout: float) -> None:
+        with contextlib.suppress(EngineError):  # it is gone, which whoever waits for it has heard
+            how = await until_it_hangs(lambda: self._call("pulse", ()), stall_timeout)
+            self._gone(f"vLLM hangs: {how} (vllm_stall_timeout); it was killed")
+
+    def _gone(self, what: str) -> None:
+        """End what is left of the processes; then tell those who wait, and all who come later."""
+        if self.ended is not None:
+            return
+        code = self._exit_code()
+        self.ended = self._explained(what, code)
+        self._bury()
+        for future in self.pending.values():
+            if not future.done():
+                future.set_exception(EngineDied(self.ended))
 
     async def _disconnect(self) -> None:
         reading = getattr(self, "reading", None)
@@ -202,14 +221,37 @@ class VLLMProcess:
             future.cancel()
             raise
 
-    def _tail(self) -> str:
+    def _bury(self) -> None:
+        assert self.process is not None
+        end_group(self.process.pid)
+        self.process.wait()
+        self.buried = True  # from here on another process may get its number
+
+    def _exit_code(self) -> int | None:
+        """Of a process that ends of itself now; None when it goes on."""
+        assert self.process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(_LAST_WORDS_SECONDS)
+        return None
+
+    def _not_up(self, what: str) -> EngineError:
+        return EngineError(self._explained(what, self._exit_code()))
+
+    def _explained(self, what: str, exit_code: int | None) -> str:
+        """With the end of its log, and what to change where memory was lacking."""
+        change = advice(f"{what}\n{self._said()}", exit_code, self.settings)
+        return f"{what}{'' if change is None else f' ({change})'}. Its log ends:\n{self._tail()}"
+
+    def _said(self) -> str:
         try:
-            lines = self.log.read_text(errors="replace").splitlines()
+            return self.log.read_text(errors="replace")
         except OSError:
-            return "(no log)"
-        return "\n".join(lines[-_LOG_LINES:]) or "(empty log)"
+            return ""
+
+    def _tail(self) -> str:
+        return "\n".join(self._said().splitlines()[-_LOG_LINES:]) or "(empty log)"
 
 
-def _short_folder() -> str | None:
+def _short_folder() -> Path | None:
     """Paths of local sockets may have 107 bytes."""
-    return "/tmp" if len(tempfile.gettempdir()) > 60 else None
+    return Path("/tmp") if len(tempfile.gettempdir()) > 60 else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
+from mrl import scratch
 from mrl.backends.base import WorkerHandle
 from mrl.sync.base import WeightSync
+from mrl.sync.files import own
 from mrl.types import WeightRef
 
 
@@ -14,6 +15,7 @@ class CheckpointSync(WeightSync):
     """Works between processes that see the same disk."""
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
+        own(self.folder)
         dtype = self.what(workers)["dtype"]
         ref: WeightRef = await actor.call("write_weights", str(self.folder), version, how="whole_model", dtype=dtype)
         return ref
@@ -23,4 +25,4 @@ class CheckpointSync(WeightSync):
         return answer
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        scratch.remove(self.folder)

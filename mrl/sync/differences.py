@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
+from mrl import scratch
 from mrl.backends.base import WorkerHandle
 from mrl.sync.base import WeightSync
 from mrl.sync.direct import shared_folder
+from mrl.sync.files import own
 from mrl.types import WeightRef
 
 
@@ -42,7 +43,7 @@ class DeltaSync(WeightSync):
     def close(self) -> None:
         for folder in (self.folder, self.memory):
             if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                scratch.remove(folder)
         self.memory = None
 
     async def _write(self, actor: WorkerHandle, folder: Path, version: int, **how: Any) -> WeightRef:
@@ -50,6 +51,8 @@ class DeltaSync(WeightSync):
             if self.memory is None:
                 self.memory = shared_folder()
             folder = self.memory / folder.relative_to(self.folder)
+        elif self.over == "reload":
+            own(self.folder)
         ref: WeightRef = await actor.call("write_weights", str(folder), version, durable=self.over == "volume", **how)
         if self.over == "volume":
             ref.pull_seconds = self.deadline

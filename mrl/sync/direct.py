@@ -4,16 +4,13 @@ into shared memory, where each worker reads them."""
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
+from mrl import scratch
 from mrl.backends.base import WorkerHandle
 from mrl.errors import SyncError
 from mrl.sync.base import WeightSync
 from mrl.types import WeightRef
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class DirectSync(WeightSync):
@@ -37,16 +34,12 @@ class DirectSync(WeightSync):
 
     def close(self) -> None:
         if self.memory is not None:
-            shutil.rmtree(self.memory, ignore_errors=True)
+            scratch.remove(self.memory)
             self.memory = None
 
 
 def shared_folder() -> Path:
-    """A new folder in shared memory. What processes that are gone have left there is removed first."""
-    if not os.access(SHARED_MEMORY, os.W_OK):
-        raise SyncError(f"weight_sync_method: direct needs {SHARED_MEMORY} between processes; use reload")
-    for old in SHARED_MEMORY.glob("mrl-*-*"):
-        owner = old.name.split("-")[1]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and old.stat().st_uid == os.getuid():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"mrl-{os.getpid()}-", dir=SHARED_MEMORY))
+    """A new folder in shared memory, where what processes that are gone have left is removed first. Raises SyncError."""
+    if not os.access(scratch.SHARED_MEMORY, os.W_OK):
+        raise SyncError(f"weight_sync_method: direct needs {scratch.SHARED_MEMORY} between processes; use reload")
+    return scratch.make("shared", scratch.SHARED_MEMORY)

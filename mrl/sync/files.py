@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mrl import scratch
 from mrl.errors import SyncError
 from mrl.sync.checksum import checksum
 from mrl.sync.tensors import FILE, MappedFile
@@ -63,8 +64,16 @@ def publish_folder(
             if path != final and path not in before[len(before) - keep + 1 :]:
                 shutil.rmtree(path)
     except OSError as error:
-        raise SyncError(f"weights could not be written to {folder}: {error.strerror}; free space there") from error
+        raise _not_written(folder, error) from error
     return final
+
+
+def own(folder: Path) -> None:
+    """Make `folder` this process's own, so that it is removed should this process be killed. Raises SyncError."""
+    try:
+        scratch.claim(folder)
+    except OSError as error:
+        raise _not_written(folder, error) from error
 
 
 def versions(folder: Path) -> list[Path]:
@@ -98,6 +107,10 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(key)
         unique[name] = tensor
     return unique
+
+
+def _not_written(folder: Path, error: OSError) -> SyncError:
+    return SyncError(f"weights could not be written to {folder}: {error.strerror}; free space there")
 
 
 def _to_disk(*paths: Path) -> None:

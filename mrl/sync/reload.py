@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
+from mrl import scratch
 from mrl.backends.base import WorkerHandle
 from mrl.sync.base import WeightSync
-from mrl.sync.files import versions
+from mrl.sync.files import own, versions
 from mrl.types import WeightRef
 
 
@@ -15,6 +15,7 @@ class ReloadSync(WeightSync):
     """Works between processes that see the same disk, which may be a memory-backed one."""
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
+        own(self.folder)
         ref: WeightRef = await actor.call("write_weights", str(self.folder), version, **self.what(workers))
         return ref
 
@@ -26,4 +27,4 @@ class ReloadSync(WeightSync):
         return files[-1] if files else None
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        scratch.remove(self.folder)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 import socket
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mrl import scratch
 from mrl.config import ModelConfig
 from mrl.engines import ENGINES, Engine
 from mrl.errors import EngineError, SyncError
@@ -128,7 +127,7 @@ class RolloutWorker:
             self.engine.close()
             self.engine = None
         if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            scratch.remove(self.scratch)
             self.scratch = self.deltas = None
 
     # --- inner ------------------------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class RolloutWorker:
         if ref.pull_seconds is None and ref.kind != "delta":
             return ref
         if self.scratch is None:
-            self.scratch = Path(tempfile.mkdtemp(prefix="mrl-weights-"))
+            self.scratch = scratch.make("weights")
         if ref.pull_seconds is not None:
             ref = pull(ref, self.scratch / "pulled")
         if ref.kind == "delta":

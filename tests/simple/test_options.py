@@ -132,6 +132,7 @@ OTHER: dict[str, Any] = {
     "vllm_max_num_seqs": (8, {}),
     "vllm_args": ({"max_num_batched_tokens": 64}, {}),
     "vllm_start_timeout": (9.0, {}),
+    "vllm_stall_timeout": (9.0, {}),
     "vllm_urls": (["http://x"], {}),
     "vllm_api_key_env": ("KEY", {}),
     "vllm_model_name": ("m", {}),

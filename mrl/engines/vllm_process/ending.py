@@ -15,12 +15,11 @@ def end_group(group: int) -> None:
     """Kill every process of the group but this one.
 
     Python's resource trackers last: they end by themselves when those they watch are gone, and remove the shared memory
-    and semaphores that those had no time to.
+    and semaphores that those had no time to. Stopped ones are woken for it.
     """
     for pid in _members(group):
-        if not _is_tracker(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT if _is_tracker(pid) else signal.SIGKILL)
     end = time.monotonic() + _TRACKER_SECONDS
     while time.monotonic() < end and _members(group):
         time.sleep(0.01)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
+from mrl import scratch
 from mrl.engines.vllm_process.ending import end_group
 from mrl.engines.vllm_process.extension import NAME, WorkerExtension
 from mrl.engines.vllm_process.wire import read, write
@@ -51,8 +53,11 @@ class Host:
         self.first_version = version
         self.lora: Any = None
         self.broken: str | None = None
-        self.loading = asyncio.Lock()
+        self.loading, self.paused = asyncio.Lock(), False
         self.prompt_tokens = self.cached_tokens = 0
+        self.moves = 0
+        self.weights: tuple[Path, ...] = ()
+        self._count_moves()
 
     async def start(self) -> dict[str, Any]:
         await self.llm.collective_rpc("mrl_set_up")
@@ -118,17 +123,31 @@ class Host:
 
     async def pause(self, mode: str) -> None:
         await self.llm.pause_generation(mode=mode, clear_cache=False)
+        self.paused = True
 
     async def resume(self) -> None:
         await self.llm.resume_generation()
+        self.paused = False
 
     async def sleep(self, level: int) -> None:
         if not self.llm.model_config.enable_sleep_mode:
             raise Refused("vLLM cannot sleep on this device, or was not told to: vllm_args {enable_sleep_mode: true}")
         await self.llm.sleep(level)
+        self.paused = True
 
     async def wake(self) -> None:
         await self.llm.wake_up()
+        self.paused = False
+
+    async def pulse(self) -> dict[str, int]:
+        """`working`: requests that should be getting tokens now. `moves`: grows with each they get.
+
+        Asks no other process, so that it answers while vLLM's own ones are busy. Raises when one of those is dead.
+        """
+        if self.llm.errored:
+            raise self.llm.dead_error
+        idle = self.paused or self.loading.locked()
+        return {"working": 0 if idle else self.llm.get_num_unfinished_requests(), "moves": self.moves}
 
     async def health(self) -> dict[str, Any]:
         await self.llm.check_health()
@@ -148,6 +167,7 @@ class Host:
 
         Requests in flight go on afterwards with keys and values recomputed under the new weights.
         """
+        self.weights = (Path(path), Path(path).parent)
         async with self.loading:
             await self.llm.pause_generation(mode="keep", clear_cache=True)
             try:
@@ -177,6 +197,7 @@ class Host:
         """A LoRA adapter from a folder, in the place of the one before. Returns the checksum of its tensors."""
         from vllm.lora.request import LoRARequest
 
+        self.weights = (Path(path), Path(path).parent)
         with open_folder(path) as tensors:
             found = fingerprint(tensors)
         if checksum is not None and found != checksum:
@@ -203,6 +224,17 @@ class Host:
         if self.broken is not None:
             await self.llm.pause_generation(mode="abort", clear_cache=True)
         await self.llm.resume_generation()
+        self.paused = False
+
+    def _count_moves(self) -> None:
+        """Only whole completions come out of vLLM here; the tokens of each step are seen where it takes them in."""
+        take_in = self.llm.output_processor.process_outputs
+
+        def counting(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+            self.moves += len(outputs)
+            return take_in(outputs, *args, **kwargs)
+
+        self.llm.output_processor.process_outputs = counting
 
     async def _run(self, ids: list[int], params: Any, request_id: str | None) -> Any:
         return (await self._run_whole(ids, params, request_id)).outputs[0]
@@ -283,17 +315,23 @@ async def serve(socket: str) -> None:
                 continue
             running[message["id"]] = asyncio.create_task(answer(message))
     except (asyncio.IncompleteReadError, ConnectionError):
-        # The owner is gone, perhaps killed: the folder it made for us is ours to remove.
-        shutil.rmtree(os.path.dirname(socket), ignore_errors=True)
+        pass  # the owner closed it, or is gone
     finally:
         host.llm.shutdown(timeout=5)
+        for folder in host.weights:
+            scratch.remove_abandoned(folder)
 
 
 def main() -> None:
-    """Serve, then end the whole process group: vLLM's own processes must not outlive this one."""
+    """Serve, then end the whole process group: vLLM's own processes must not outlive this one.
+
+    An owner that was killed could not remove its temporary folders, so that is done here.
+    """
     try:
         asyncio.run(serve(sys.argv[1]))
     finally:
+        for parent in {Path(sys.argv[1]).parent.parent, Path(tempfile.gettempdir()), scratch.SHARED_MEMORY}:
+            scratch.sweep(parent)
         sys.stdout.flush()
         sys.stderr.flush()
         if os.getpgrp() == os.getpid():
