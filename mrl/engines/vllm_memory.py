@@ -119,7 +119,7 @@ def _either(ways: list[str]) -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{float(f'{value:.3g}'):.12g}"
 
 
 def _rounded(value: float, direction: Callable[[float], int]) -> str:

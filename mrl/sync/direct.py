@@ -39,7 +39,7 @@ class DirectSync(WeightSync):
 
 
 def shared_folder() -> Path:
-    """A new folder in shared memory, where what processes that are gone have left is removed first. Raises SyncError."""
+    """A new folder in shared memory; those of processes that are gone are removed first. Raises SyncError."""
     if not os.access(scratch.SHARED_MEMORY, os.W_OK):
         raise SyncError(f"weight_sync_method: direct needs {scratch.SHARED_MEMORY} between processes; use reload")
     return scratch.make("shared", scratch.SHARED_MEMORY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import torch
 from mrl.config import ModelConfig
 from mrl.engines.transformers import TransformersEngine
 from mrl.engines.vllm import VLLMEngine
-from mrl.errors import EngineDied, EngineError, SyncError
+from mrl.errors import EngineError, SyncError
 from mrl.models import load_model
 from mrl.sync.files import publish
 from mrl.types import GenerateRequest, SamplingParams, TokenSequence, WeightRef
@@ -255,60 +254,6 @@ async def test_bad_weights_are_refused_or_stop_the_engine(
         engine.load_weights(WeightRef(8, module=torch.nn.Linear(1, 1)))
 
 
-def test_nothing_stays_behind_and_a_dead_engine_says_so(vllm_model: str) -> None:
-    before = set(Path("/dev/shm").iterdir())
-    engine = VLLMEngine.create(config(vllm_model))
-    scratch, group = engine._process.folder, engine.pid
-    assert processes_of(group)
-    shared = set(Path("/dev/shm").iterdir())
-
-    async def die() -> None:
-        task = asyncio.create_task(engine.generate(requests(2, SamplingParams(max_tokens=100))))
-        await in_flight(engine, 2)
-        os.kill(group, 9)
-        with pytest.raises(EngineDied):
-            await task
-        with pytest.raises(EngineDied):
-            await engine.generate(requests(1, SamplingParams(max_tokens=1)))
-
-    asyncio.run(die())
-    engine.close()
-    engine.close()
-    assert not processes_of(group)
-    assert not scratch.exists()
-    assert not any(path in shared for path in Path("/dev/shm").iterdir() if path not in before), "shared memory"
-
-
-def processes_of(group: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (path / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            found.append(int(path.name))
-    return found
-
-
-def test_when_its_owner_is_killed_vllm_ends(vllm_model: str, tmp_path: Path) -> None:
-    program = tmp_path / "owner.py"
-    program.write_text(
-        "import sys, time\nfrom mrl.config import ModelConfig\nfrom mrl.engines.vllm import VLLMEngine\n"
-        f"e = VLLMEngine.create(ModelConfig(model={vllm_model!r}, device='cpu', max_model_len=64))\n"
-        "print(e.pid, e._process.folder, flush=True)\ntime.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        group, folder = owner.stdout.readline().split()
-        owner.kill()
-    deadline = time.monotonic() + 30
-    while processes_of(int(group)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert not Path(folder).exists()
-
-
 def test_several_devices_and_another_environment(vllm_model: str, tmp_path: Path) -> None:
     """Two processes for one model, in an environment that has vLLM and no mrl."""
     other = tmp_path / "other"
@@ -336,14 +281,3 @@ def test_several_devices_and_another_environment(vllm_model: str, tmp_path: Path
             assert engine.held() == ref.checksum
     finally:
         engine.close()
-
-
-def test_what_cannot_start_says_why(vllm_model: str, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="vllm_python: /nowhere/python does not start"):
-        VLLMEngine.create(config(vllm_model), vllm_python="/nowhere/python")
-    bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    with pytest.raises(EngineError, match=r"No module named '(torch|vllm)'"):
-        VLLMEngine.create(config(vllm_model), vllm_python=str(bare / "bin" / "python"))
-    with pytest.raises(EngineError, match="lora_r"):
-        VLLMEngine.create(config(vllm_model, use_lora=True, lora_r=600), lora_sync="adapter")

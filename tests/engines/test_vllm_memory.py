@@ -13,8 +13,8 @@ from mrl.engines.vllm_memory import advice
 GB = 2**30
 SETTINGS = {"max_model_len": 4096, "tensor_parallel_size": 1, "max_num_seqs": 256, "dtype": "bfloat16"}
 ONE = (
-    "ValueError: To serve at least one request with the model's max seq len (4096), ({} GiB KV cache is needed, which is "
-    "larger than the available KV cache memory ({} GiB). Based on the available memory, the estimated maximum model "
+    "ValueError: To serve at least one request with the model's max seq len (4096), ({} GiB KV cache is needed, which "
+    "is larger than the available KV cache memory ({} GiB). Based on the available memory, the estimated maximum model "
     "length is {}. Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU backend) or "
     "decreasing `max_model_len` when initializing the engine."
 )
@@ -26,9 +26,7 @@ CACHE = (
     "ValueError: Available memory on node 0 (20.78/23.54 GiB) on kv cache allocation is less than requested memory for "
     "kv (1000.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory used by others."
 )
-TORCH = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB"
-)
+TORCH = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.18 GiB in total"
 SAMPLER = (
     "RuntimeError: CUDA out of memory occurred when warming up sampler with 256 dummy requests. Please try lowering "
     "`max_num_seqs` or `gpu_memory_utilization` when initializing the engine."
@@ -63,7 +61,7 @@ SAMPLER = (
             ["vllm_kv_cache_gb", "1"],
         ),
         ("No available memory for the cache blocks. Try", None, {}, ["gpu_memory_utilization to 0.97", "from 1 to 2"]),
-        (CACHE, None, {"kv_cache_memory_bytes": 1000 * GB}, ["lower vllm_kv_cache_gb from 1e+03 to 16"]),
+        (CACHE, None, {"kv_cache_memory_bytes": 1000 * GB}, ["lower vllm_kv_cache_gb from 1000 to 16"]),
         (SHARE.format("20.5"), None, {"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization from 0.9 to 0.23"]),
         (SHARE.format("0.5"), None, {}, ["end what uses them", "vllm_devices"]),
         (TORCH, None, {}, ["tensor_parallel_size from 1 to 2"]),

@@ -1,4 +1,4 @@
-"""When a vLLM process counts as hanging, with made-up answers in its place; the real one is in `test_vllm_failures.py`."""
+"""When a vLLM process counts as hanging, with made-up answers (the real one: `test_vllm_failures.py`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_silence_and_requests_without_tokens_are_hangs() -> None:
     [
         lambda n: {"working": 0, "moves": 9},  # nothing to do, paused, or loading weights
         lambda n: {"working": 3, "moves": n},
-        lambda n: {"working": 3, "moves": n // 3},  # slow
+        lambda n: {"working": 3, "moves": n // 2},  # slow
     ],
 )
 async def test_whoever_moves_or_has_nothing_to_do_does_not_hang(make: Callable[[int], Pulse]) -> None:
