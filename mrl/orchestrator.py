@@ -267,7 +267,7 @@ class Orchestrator(RecordedRun):
             resources=Resources(),
             args=reward_worker_args(config.reward),
         )
-        self.policy = PolicyClient(self.workers, spawn_rollout, self._note)
+        self.policy = PolicyClient(self.workers, spawn_rollout, self._note, config.runtime.max_worker_restarts)
         self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]

@@ -160,7 +160,7 @@ MEANINGS: dict[str, Meaning] = {
     },
     **{
         name: Meaning(frozenset(), advice="the trainer samples from its own weights")
-        for name in ("weight_sync_dir", "delta_over", "delta_full_every", "sync_timeout")
+        for name in ("weight_sync_dir", "delta_over", "delta_full_every", "sync_timeout", "max_worker_restarts")
     },
 }
 
