@@ -5,8 +5,11 @@
 Needs vLLM in this environment, or in the one that --python names. Models are random and Qwen2-shaped. For each shape:
 
 - `memcpy`: the tensors copied into memory that is already there, the floor of anything that moves them;
+- `memcpy+load`: the same, and what vLLM itself takes to load and re-pack tensors that it can read from memory (its own
+  clock, in the syncs by `direct`): the floor of `direct`;
 - `write+read`: the bytes written to a file beside the run and read back into memory, the floor of `reload`;
-- each method: publish (by the actor), load (by vLLM, until it has confirmed the checksum), their sum, the bytes.
+- each method: publish (by the actor), load (by vLLM, until it has confirmed the checksum), their sum, the bytes, and
+  its total as a multiple of `memcpy`, of `memcpy+load` and of `write+read`.
 
 The median of --repeat syncs, after one that is not counted; between two syncs every weight changes.
 """
@@ -30,6 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "120m": {"hidden": 768, "layers": 12, "heads": 12, "kv": 4, "inner": 3072, "vocab": 32_000},
     "0.5b": {"hidden": 896, "layers": 24, "heads": 14, "kv": 2, "inner": 4864, "vocab": 151_936},
 }
+FLOORS = ("memcpy", "memcpy+load", "write+read")
 METHODS = ("direct", "reload", "reload-memory", "volume", "delta", "checkpoint")
 
 
@@ -57,7 +61,7 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list
     model, tokenizer = build(shape, folder / "model")
     dtype = getattr(torch, options.dtype)
     size, floor = memcpy(model, dtype)
-    rows = [row(shape, options.dtype, "memcpy", 0.0, floor, size), disk(shape, options.dtype, size, folder)]
+    rows = [row(shape, options.dtype, "memcpy", floor, 0.0, size), disk(shape, options.dtype, size, folder)]
     worker = RolloutWorker(
         "vllm",
         {"model": str(folder / "model"), "device": "cpu", "max_model_len": 64, "dtype": options.dtype},
@@ -73,11 +77,14 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list
                 where / f"mrl-benchmark-{os.getpid()}", deadline=600, **extra
             )
             handle = InlineHandle(worker, name, 600)
-            reports = []
+            reports, own = [], []
             for version in range(1 + (1 if name == "checkpoint" else options.repeat)):
                 change(model)
                 reports.append(await sync.sync(actor, [handle], version))
+                own.append((await handle.call("health"))["load_seconds"])
             counted = reports[1:]
+            if name == "direct":
+                rows.insert(1, row(shape, options.dtype, "memcpy+load", floor, statistics.median(own[1:]), size))
             rows.append(
                 row(
                     shape,
@@ -179,15 +186,16 @@ def row(shape: str, dtype: str, name: str, publish: float, load: float, size: in
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    floor = rows[0]["total_s"]
+    floors = {r["method"]: r["total_s"] for r in rows if r["method"] in FLOORS}
     for other in rows:
-        other["x_memcpy"] = round(other["total_s"] / max(floor, 1e-9), 1)
+        other["x"] = {name: round(other["total_s"] / max(floor, 1e-9), 1) for name, floor in floors.items()}
 
 
 def text(r: dict[str, Any]) -> str:
+    multiples = "  ".join(f"{times:6.1f} x {floor}" for floor, times in r["x"].items())
     return (
         f"{r['shape']:>5} {r['dtype']:>8} {r['method']:>14}  publish {r['publish_s']:8.3f} s  load {r['load_s']:8.3f} s"
-        f"  total {r['total_s']:8.3f} s  {r['mb']:9.2f} MB  {r['x_memcpy']:7.1f} x memcpy"
+        f"  total {r['total_s']:8.3f} s  {r['mb']:9.2f} MB  {multiples}"
     )
 
 

@@ -25,7 +25,14 @@ MAY_CHANGE = frozenset(
         "max_worker_restarts",
         *("weight_sync_dir",),
         *("vllm_python", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager", "vllm_max_num_seqs"),
-        *("vllm_start_timeout", "vllm_devices", "vllm_urls", "vllm_api_key_env", "vllm_model_name"),
+        *(
+            "vllm_start_timeout",
+            "vllm_stall_timeout",
+            "vllm_devices",
+            "vllm_urls",
+            "vllm_api_key_env",
+            "vllm_model_name",
+        ),
         # What is recorded, and when.
         *("report_to", "log_completions", "save_steps", "save_total_limit", "best_metric", "checkpoint_errors"),
         *("run_dir", "run_name", "resume", "allow_change"),

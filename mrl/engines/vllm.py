@@ -163,7 +163,8 @@ class VLLMEngine:
         await self._one("wake")
 
     async def health(self) -> dict[str, Any]:
-        """Version, requests in flight, whether it is paused, and what is wrong. Raises EngineDied."""
+        """Version, requests in flight, whether it is paused, what is wrong, prompt tokens and how many came from the
+        cache, seconds vLLM took to load the last weights. Raises EngineDied."""
         return dict(await self._one("health"))
 
     def load_weights(self, ref: WeightRef) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import mrl
 from mrl import scratch
 from mrl.engines.vllm_memory import advice
 from mrl.engines.vllm_process import wire
-from mrl.engines.vllm_process.ending import end_group
+from mrl.engines.vllm_process.ending import end_group, shared_memory
 from mrl.engines.vllm_watch import until_it_hangs
 from mrl.errors import EngineDied, EngineError
 
@@ -56,6 +57,7 @@ class VLLMProcess:
         self.ended: str | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.buried = False
+        self.shared: set[Path] = set()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="mrl-vllm", daemon=True)
         self.thread.start()
@@ -70,6 +72,7 @@ class VLLMProcess:
         except BaseException:
             self.close()
             raise
+        self.shared = shared_memory(self.pid)
         asyncio.run_coroutine_threadsafe(self._watch(stall_timeout), self.loop)
 
     @property
@@ -109,10 +112,12 @@ class VLLMProcess:
         (self.folder / "mrl").symlink_to(Path(mrl.__file__).resolve().parent, target_is_directory=True)
         inherited = [] if python is not None else [p for p in (os.environ.get("PYTHONPATH"),) if p]
         environment = {
+            "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             **os.environ,
             **env,
+            "TMPDIR": str(self.folder),  # vLLM leaves its sockets where temporary files go
             "PYTHONPATH": os.pathsep.join([str(self.folder), *inherited]),
         }
         if python is not None:
@@ -223,7 +228,7 @@ class VLLMProcess:
 
     def _bury(self) -> None:
         assert self.process is not None
-        end_group(self.process.pid)
+        end_group(self.process.pid, self.shared)
         self.process.wait()
         self.buried = True  # from here on another process may get its number
 
@@ -253,5 +258,5 @@ class VLLMProcess:
 
 
 def _short_folder() -> Path | None:
-    """Paths of local sockets may have 107 bytes."""
-    return Path("/tmp") if len(tempfile.gettempdir()) > 60 else None
+    """Paths of local sockets may have 107 bytes; vLLM's have 37 after the folder's."""
+    return Path("/tmp") if len(tempfile.gettempdir()) > 50 else None

@@ -78,7 +78,7 @@ def _device_memory(found: re.Match[str], settings: dict[str, Any]) -> str:
 
 
 def _host_memory(found: re.Match[str] | None, settings: dict[str, Any]) -> str:
-    what = "the system killed it" if found is None else "it got no more memory"
+    what = "it got no more memory" if found is not None else "it was killed without a word"
     bytes_ = settings.get("kv_cache_memory_bytes", _GIB)
     ways = [f"lower vllm_kv_cache_gb from {_short(bytes_ / _GIB)} to {_rounded(bytes_ / _GIB / 2, math.floor)}"]
     ways += [*_half_precision(settings), "start fewer engines with num_rollout_workers"]
@@ -96,7 +96,8 @@ _RULES: list[tuple[str, Callable[[re.Match[str], dict[str, Any]], str]]] = [
     (r"\(([\d.]+)/([\d.]+) GiB\) on startup is less than", _share_too_large),
     (r"out of memory occurred when warming up \w+ .{0,30}?(\d+) dummy requests", _too_many_sequences),
     (r"(?:CUDA|HIP|XPU) out of memory|torch\.OutOfMemoryError", _device_memory),
-    (r"MemoryError|bad_alloc|[cC]an(?:no|')t allocate memory|Failed core proc\(s\): \{[^}]*: -9\b", _host_memory),
+    (r"MemoryError|bad_alloc|[cC]an(?:no|')t allocate memory", _host_memory),
+    (r"Engine core initialization failed(?!.*Traceback)", lambda found, settings: _host_memory(None, settings)),
 ]
 
 

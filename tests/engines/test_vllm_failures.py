@@ -126,7 +126,11 @@ async def dies(engine: VLLMEngine, running: asyncio.Task[list[Completion]], what
 async def test_one_that_is_killed(engine: VLLMEngine, killed: str) -> None:
     running = await begin(engine)
     os.kill(engine.pid if killed == "host" else core_of(engine.pid), signal.SIGKILL)
-    await dies(engine, running, "killed it; .* lower vllm_kv_cache_gb from 1 to 0.5" if killed == "host" else "died")
+    await dies(
+        engine,
+        running,
+        "killed without a word; .* lower vllm_kv_cache_gb from 1 to 0.5" if killed == "host" else "died",
+    )
 
 
 async def test_one_that_stops_altogether(engine: VLLMEngine) -> None:
@@ -255,7 +259,7 @@ def test_a_run_leaves_nothing(ends: str, method: str, vllm_model: str, tmp_path:
         method=method,
         where=str(temporary) if method == "reload" else None,
     )
-    environment = os.environ | {"TMPDIR": str(temporary)}
+    environment = os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as trainer:

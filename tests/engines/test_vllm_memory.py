@@ -68,7 +68,12 @@ SAMPLER = (
         (TORCH, None, {"dtype": "float32"}, ["dtype: bfloat16"]),
         (SAMPLER, None, {}, ["lower vllm_max_num_seqs from 256 to 64"]),
         ("(tail)", -9, {"kv_cache_memory_bytes": 8 * GB}, ["killed", "lower vllm_kv_cache_gb from 8 to 4"]),
-        ("Failed core proc(s): {'EngineCore': -9}", None, {}, ["vllm_kv_cache_gb from 1 to 0.5"]),
+        (
+            "Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+            None,
+            {},
+            ["vllm_kv_cache_gb from 1 to 0.5"],
+        ),
         ("OSError: [Errno 12] Cannot allocate memory", 1, {}, ["vllm_kv_cache_gb from 1 to 0.5"]),
     ],
 )
@@ -81,4 +86,5 @@ def test_what_to_change(said: str, code: int | None, changes: dict[str, object],
 
 def test_other_failures_get_no_advice() -> None:
     assert advice("ValueError: Qwen9 is not supported", 1, SETTINGS) is None
+    assert advice("Engine core initialization failed.\nTraceback (most recent call last):", 1, SETTINGS) is None
     assert advice("", None, SETTINGS) is None

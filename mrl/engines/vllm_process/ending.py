@@ -6,17 +6,20 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+_SHARED_MEMORY = Path("/dev/shm")
 _TRACKER_SECONDS = 3.0
 
 
-def end_group(group: int) -> None:
-    """Kill every process of the group but this one.
+def end_group(group: int, shared: Iterable[Path] = ()) -> None:
+    """Kill every process of the group but this one, and remove the shared memory that they have, or had (`shared`).
 
-    Python's resource trackers last: they end by themselves when those they watch are gone, and remove the shared memory
-    and semaphores that those had no time to. Stopped ones are woken for it.
+    Python's resource trackers last: they end by themselves when those they watch are gone, and remove the semaphores
+    that those had no time to. Stopped ones are woken for it.
     """
+    left = {*shared, *shared_memory(group)}
     for pid in _members(group):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT if _is_tracker(pid) else signal.SIGKILL)
@@ -26,6 +29,28 @@ def end_group(group: int) -> None:
     for pid in _members(group):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for path in left:
+        path.unlink(missing_ok=True)
+
+
+def shared_memory(group: int) -> set[Path]:
+    """Files that the group's processes alone have mapped in /dev/shm, those in folders there not counted."""
+    members = _members(group)
+    own = _mapped(members)
+    if own:
+        own -= _mapped([int(p.name) for p in Path("/proc").glob("[0-9]*") if int(p.name) not in members])
+    return own
+
+
+def _mapped(pids: Iterable[int]) -> set[Path]:
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                _, at, name = line.partition(f"{_SHARED_MEMORY}/")
+                if at and "/" not in name and not name.endswith(" (deleted)"):
+                    found.add(_SHARED_MEMORY / name)
+    return found
 
 
 def _members(group: int) -> list[int]:

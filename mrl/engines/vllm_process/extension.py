@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
     """Checksum of the tensors given to the model last; None before any were."""
     whole = True
     """False from the first tensor that was changed to the last."""
+    seconds = 0.0
+    """vLLM itself took to load and re-pack them: reading them for the checksum not counted."""
 
     def init_transfer_engine(self, init_info: FolderInit) -> None:
         """Nothing to open."""
@@ -76,14 +79,15 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
             found = checksum(tensors)
             if update_info.checksum is not None and found != update_info.checksum:
                 raise ValueError(f"{update_info.path} has checksum {found}, expected {update_info.checksum}")
-            self.whole = False
+            self.whole, start = False, perf_counter()
             wanted = {name for name, _ in self.model.named_parameters()}
             initialize_layerwise_reload(self.model)
             loaded = self.model.load_weights(iter(tensors.items()))
             finalize_layerwise_reload(self.model, self.model_config)
-        if loaded is not None and (missing := wanted - loaded):  # vLLM itself would only warn, and keep the old ones
-            raise ValueError(f"{update_info.path} has no weights for {', '.join(sorted(missing)[:8])}")
-        _repack_tied_heads(self.model)
+            if loaded is not None and (missing := wanted - loaded):  # vLLM would only warn, and keep the old ones
+                raise ValueError(f"{update_info.path} has no weights for {', '.join(sorted(missing)[:8])}")
+            _repack_tied_heads(self.model)
+            self.seconds = perf_counter() - start
         self.held, self.whole = found, True
 
     def shutdown(self) -> None:
@@ -111,10 +115,10 @@ class WorkerExtension:
             _score_at_temperature(runner)
 
     def mrl_held(self) -> dict[str, Any]:
-        """`checksum` of the tensors that this worker's model was given last (None before any), and whether it has all
-        of them (`whole`)."""
+        """`checksum` of the tensors that this worker's model was given last (None before any), whether it has all
+        of them (`whole`), and the `seconds` they took to load."""
         transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return {"checksum": transfer.held, "whole": transfer.whole}
+        return {"checksum": transfer.held, "whole": transfer.whole, "seconds": transfer.seconds}
 
 
 def _score_at_temperature(runner: Any) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ class Host:
         self.broken: str | None = None
         self.loading, self.paused = asyncio.Lock(), False
         self.prompt_tokens = self.cached_tokens = 0
-        self.moves = 0
+        self.moves, self.load_seconds = 0, 0.0
         self.weights: tuple[Path, ...] = ()
         self._count_moves()
 
@@ -158,6 +157,7 @@ class Host:
             "broken": self.broken,
             "prompt_tokens": self.prompt_tokens,
             "cached_prompt_tokens": self.cached_tokens,
+            "load_seconds": self.load_seconds,
         }
 
     # --- weights ----------------------------------------------------------------------------------------------------
@@ -186,7 +186,9 @@ class Host:
             if not all(worker["whole"] for worker in await self.llm.collective_rpc("mrl_held")):
                 self.broken = f"the update to version {version} was begun and did not finish"
             raise
-        held = {worker["checksum"] for worker in await self.llm.collective_rpc("mrl_held")}
+        workers = await self.llm.collective_rpc("mrl_held")
+        held = {worker["checksum"] for worker in workers}
+        self.load_seconds = max(worker["seconds"] for worker in workers)
         if len(held) > 1:
             self.broken = f"its processes hold different weights after the update to version {version}: {held}"
             raise Refused(self.broken)
@@ -330,7 +332,7 @@ def main() -> None:
     try:
         asyncio.run(serve(sys.argv[1]))
     finally:
-        for parent in {Path(sys.argv[1]).parent.parent, Path(tempfile.gettempdir()), scratch.SHARED_MEMORY}:
+        for parent in (Path(sys.argv[1]).parent.parent, scratch.SHARED_MEMORY):
             scratch.sweep(parent)
         sys.stdout.flush()
         sys.stderr.flush()
