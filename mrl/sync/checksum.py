@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _ROW = 4096
 """Words summed into one: sums over both directions of a table of this width are the fingerprint."""
+
+_PIECE = 32
+"""Rows that stay in a processor's cache (1 MiB)."""
 
 
 @torch.no_grad()
@@ -17,7 +21,7 @@ def checksum(tensors: Mapping[str, Tensor], names: Iterable[str] | None = None) 
     """Fingerprint of the named tensors (default: all), whatever the device they are on.
 
     Each tensor's bytes, as 64-bit words in rows, are summed by row and by column: a changed, swapped or stale value
-    shows, at the speed of reading the memory twice. Made against accidents, not against an adversary.
+    shows, at about the speed of copying them. Made against accidents, not against an adversary.
     """
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(tensors if names is None else names):
@@ -37,4 +41,20 @@ def _sums(tensor: Tensor) -> list[Tensor]:
     words, rest = data[:whole].view(torch.int64), data[whole:].to(torch.int64)
     table = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
     tail = words[table.numel() :]
+    if table.is_cpu and table.numel():
+        return [*_in_cache(table), tail, rest]
     return [table.sum(1), table.sum(0), tail, rest]
+
+
+def _in_cache(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the rows and of the columns, a few rows at a time, so that the memory is read once.
+
+    On this thread alone: torch would share each piece among threads, which on a busy machine wait for each other.
+    """
+    data = table.numpy()
+    rows, columns = np.empty(len(data), np.int64), np.zeros(_ROW, np.int64)
+    for at in range(0, len(data), _PIECE):
+        piece = data[at : at + _PIECE]
+        np.add.reduce(piece, axis=1, out=rows[at : at + _PIECE])
+        columns += np.add.reduce(piece, axis=0)
+    return torch.from_numpy(rows), torch.from_numpy(columns)

@@ -133,6 +133,19 @@ async def test_one_that_is_killed(engine: VLLMEngine, killed: str) -> None:
     )
 
 
+def test_several_processes_killed_at_once(vllm_model: str) -> None:
+    """Nobody of them is left to tidy up: neither the workers' shared memory nor that of Python's own trackers."""
+    engine = VLLMEngine.create(config(vllm_model), tensor_parallel_size=2)
+    group = engine.pid
+    shared = shared_by(processes_of(group))
+    assert shared
+    os.killpg(group, signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        asyncio.run(engine.generate(requests(1, 500)))
+    assert not [path for path in shared if Path(path).exists()]
+    engine.close()
+
+
 async def test_one_that_stops_altogether(engine: VLLMEngine) -> None:
     running = await begin(engine)
     os.killpg(engine.pid, signal.SIGSTOP)

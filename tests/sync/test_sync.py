@@ -11,7 +11,7 @@ from mrl.backends import Resources
 from mrl.backends.inline import InlineBackend
 from mrl.errors import EngineError, SyncError
 from mrl.sync import SYNC_METHODS
-from mrl.sync.checksum import checksum
+from mrl.sync.checksum import _in_cache, checksum
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
 from mrl.workers.actor import ActorWorker
 from mrl.workers.pool import PolicyClient
@@ -158,6 +158,16 @@ def test_checksum_sees_changes_swaps_and_signs() -> None:
         {"a": base["a"], "c": base["b"]},
     ):
         assert checksum(other) != mark
+
+
+def test_checksum_in_pieces_is_exact() -> None:
+    table = torch.randint(-(2**62), 2**62, (77, 4096))
+    rows, columns = _in_cache(table)
+    assert torch.equal(rows, table.sum(1))
+    assert torch.equal(columns, table.sum(0))
+    mark = checksum({"a": table})
+    table[70, 9] += 1
+    assert checksum({"a": table}) != mark
 
 
 async def test_work_is_spread_and_comes_back_in_order(tiny_model: str, tmp_path: Path) -> None:

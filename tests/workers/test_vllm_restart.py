@@ -86,9 +86,9 @@ def test_a_run_outlives_its_engine(
     assert len(GROUPS) == 1
     assert not [pid for pid in os.listdir("/proc") if group_of(pid) == GROUPS[0]]
     rows = list(read_rows(tmp_path / "run", "rollouts"))
-    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(STEPS), ROLLOUTS)
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, STEPS + 1), ROLLOUTS)
     assert all(row["error"] is None and row["reward"] is not None for row in rows)
-    assert all(row["samples"][0]["policy_version"] == row["step"] for row in rows), "the version published before"
+    assert all(row["samples"][0]["policy_version"] == row["step"] - 1 for row in rows), "none older"
     gaps = [row["train/logprob_gap_max"] for row in read_rows(tmp_path / "run", "metrics")]
     assert len(gaps) == STEPS
     assert max(gaps) < 1e-4, "the new engine, too, has the weights that were trained"

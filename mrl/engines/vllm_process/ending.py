@@ -30,7 +30,8 @@ def end_group(group: int, shared: Iterable[Path] = ()) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for path in left:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def shared_memory(group: int) -> set[Path]:
@@ -38,7 +39,8 @@ def shared_memory(group: int) -> set[Path]:
     members = _members(group)
     own = _mapped(members)
     if own:
-        own -= _mapped([int(p.name) for p in Path("/proc").glob("[0-9]*") if int(p.name) not in members])
+        everybody = {int(path.name) for path in Path("/proc").glob("[0-9]*")}
+        own -= _mapped(everybody - {*members, group})
     return own
 
 
