@@ -20,7 +20,7 @@ from torch import Tensor
 from mrl.errors import SyncError
 from mrl.sync.checksum import checksum
 from mrl.sync.files import publish_folder, size_of
-from mrl.sync.tensors import FILE, MappedFile, map_file, stored_dtype
+from mrl.sync.tensors import FILE, MappedFile, map_file, stored_dtype, write_file
 from mrl.types import WeightRef
 
 DELTA_FILE, HEADER_FILE = "delta.bin", "delta.json"
@@ -58,7 +58,7 @@ class DeltaWriter:
 
         def fill(partial: Path) -> None:
             if base is None:
-                MappedFile(partial / FILE, now, None).write(now)
+                write_file(partial / FILE, now, None)
             else:
                 _write_delta(partial, self.last, now)
 
@@ -78,7 +78,7 @@ class DeltaWriter:
             raise SyncError(f"version {version} is not the one published last ({self.version})")
 
         def fill(partial: Path) -> None:
-            MappedFile(partial / FILE, self.last, None).write(self.last)
+            write_file(partial / FILE, self.last, None)
 
         path = publish_folder(fill, folder, version, durable=durable)
         return WeightRef(version, path=str(path), kind="delta", checksum=checksum(self.last), bytes=size_of(path))

@@ -13,7 +13,7 @@ from torch import Tensor
 from mrl import scratch
 from mrl.errors import SyncError
 from mrl.sync.checksum import checksum
-from mrl.sync.tensors import FILE, MappedFile
+from mrl.sync.tensors import FILE, write_file
 from mrl.types import WeightKind, WeightRef
 
 
@@ -35,10 +35,7 @@ def publish(
     written: dict[str, str] = {}
 
     def fill(partial: Path) -> None:
-        file = MappedFile(partial / FILE, unique, dtype)
-        written["checksum"] = checksum(file.write(unique))
-        if durable:
-            file.memory.flush()
+        written["checksum"] = write_file(partial / FILE, unique, dtype)
 
     final = publish_folder(fill, folder, version, durable=durable, keep=keep)
     return WeightRef(version, path=str(final), checksum=written["checksum"], bytes=size_of(final))

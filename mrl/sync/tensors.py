@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.sync.checksum import combine, sums_of
+
 FILE = "model.safetensors"
 _NAMES = {
     torch.float64: "F64",
@@ -110,6 +112,23 @@ def layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[by
 def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype a tensor is sent in: `dtype` for floating-point ones."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+@torch.no_grad()
+def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:
+    """Write tensors to a new file, as `dtype` where they are floating-point, and return their checksum. Raises OSError.
+
+    For files that are written once: bytes given to the system are faster than pages of a new file mapped one by one.
+    """
+    head, places, _ = layout(tensors, dtype)
+    shares = {}
+    with path.open("wb") as file:
+        file.write(head)
+        for name in places:
+            stored = tensors[name].detach().to("cpu", stored_dtype(tensors[name], dtype)).contiguous()
+            file.write(stored.reshape(-1).view(torch.uint8).numpy())
+            shares[name] = sums_of(name, stored)
+    return combine(shares)
 
 
 class MappedFile:

@@ -77,16 +77,19 @@ def command(pid: int) -> bytes:
         return b""
 
 
-def shared_by(pids: list[int]) -> set[str]:
-    """Files in shared memory that these processes have open or mapped and that still have a name."""
-    found = set()
+def shared_by(pids: list[int]) -> set[Path]:
+    """Files in shared memory that these processes have mapped, by what they are called there."""
+    inodes = set()
     for pid in pids:
         try:
             mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
         except OSError:
             continue
-        found |= {line.split(maxsplit=5)[5] for line in mapped if "/dev/shm/" in line}
-    return {path for path in found if Path(path).exists()}
+        inodes |= {int(line.split()[4]) for line in mapped if "/dev/shm/" in line}
+    folders = ["/dev/shm", *map(str, Path("/dev/shm").glob("mrl-*/"))]
+    return {
+        Path(e.path) for folder in folders if os.path.isdir(folder) for e in os.scandir(folder) if e.inode() in inodes
+    }
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -111,7 +114,7 @@ def engine(vllm_model: str) -> Iterator[VLLMEngine]:
     engine.close()
     engine.close()
     assert not folder.exists()
-    assert not [path for path in shared if Path(path).exists()]
+    assert not [path for path in shared if path.exists()]
 
 
 async def dies(engine: VLLMEngine, running: asyncio.Task[list[Completion]], what: str) -> None:
@@ -142,7 +145,7 @@ def test_several_processes_killed_at_once(vllm_model: str) -> None:
     os.killpg(group, signal.SIGKILL)
     with pytest.raises(EngineDied):
         asyncio.run(engine.generate(requests(1, 500)))
-    assert not [path for path in shared if Path(path).exists()]
+    assert not [path for path in shared if path.exists()]
     engine.close()
 
 
@@ -287,8 +290,8 @@ def test_a_run_leaves_nothing(ends: str, method: str, vllm_model: str, tmp_path:
             trainer.send_signal(signal.SIGINT)
         trainer.communicate(timeout=60)
     until(lambda: not processes_of(group))
-    assert (method == "direct") == any("/mrl-" in path for path in shared)
-    assert not [path for path in shared if Path(path).exists()]
+    assert (method == "direct") == any("/mrl-" in str(path) for path in shared)
+    assert not [path for path in shared if path.exists()]
     assert not list(temporary.iterdir())
     assert not (folder / "weights").exists()
     temporary.rmdir()

@@ -38,20 +38,22 @@ def shared_memory(group: int) -> set[Path]:
     """Files that the group's processes alone have mapped in /dev/shm, those in folders there not counted."""
     members = _members(group)
     own = _mapped(members)
-    if own:
-        everybody = {int(path.name) for path in Path("/proc").glob("[0-9]*")}
-        own -= _mapped(everybody - {*members, group})
-    return own
+    if not own:
+        return set()
+    everybody = {int(path.name) for path in Path("/proc").glob("[0-9]*")}
+    own -= _mapped(everybody - {*members, group})
+    with os.scandir(_SHARED_MEMORY) as entries:
+        return {Path(entry.path) for entry in entries if entry.inode() in own}
 
 
-def _mapped(pids: Iterable[int]) -> set[Path]:
+def _mapped(pids: Iterable[int]) -> set[int]:
+    """Inodes: a semaphore is mapped under another name than the one it gets."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                _, at, name = line.partition(f"{_SHARED_MEMORY}/")
-                if at and "/" not in name and not name.endswith(" (deleted)"):
-                    found.add(_SHARED_MEMORY / name)
+                if f"{_SHARED_MEMORY}/" in line:
+                    found.add(int(line.split(maxsplit=5)[4]))
     return found
 
 
