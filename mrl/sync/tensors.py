@@ -126,7 +126,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | N
         file.write(head)
         for name in places:
             stored = tensors[name].detach().to("cpu", stored_dtype(tensors[name], dtype)).contiguous()
-            file.write(stored.reshape(-1).view(torch.uint8).numpy())
+            file.write(stored.reshape(-1).view(torch.uint8).numpy().data)
             shares[name] = sums_of(name, stored)
     return combine(shares)
 
