@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
-from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
 
 from mrl.engines.vllm_process import wire
-from mrl.engines.vllm_process.ending import end_group
+from mrl.engines.vllm_process.ending import end_group, shared_memory
 
 
 def test_its_modules_need_only_torch() -> None:
@@ -51,10 +55,13 @@ async def test_messages_arrive_whole_and_in_order(tmp_path) -> None:  # type: ig
     assert got == sent
 
 
-def test_a_killed_group_leaves_no_shared_memory() -> None:
+@pytest.mark.parametrize("how", ["running", "stopped", "killed at once"])
+def test_a_killed_group_leaves_no_shared_memory(how: str) -> None:
     program = (
-        "import time\nfrom multiprocessing import shared_memory\n"
-        "kept = shared_memory.SharedMemory(create=True, size=1000)\nprint(kept.name, flush=True)\ntime.sleep(600)\n"
+        "import time, multiprocessing\nfrom multiprocessing import shared_memory\n"
+        "kept = shared_memory.SharedMemory(create=True, size=1000)\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(kept.name, 'sem.' + lock._semlock.name[1:], flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -64,13 +71,16 @@ def test_a_killed_group_leaves_no_shared_memory() -> None:
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
-        name = process.stdout.readline().strip()
-        shared_memory.SharedMemory(name, create=False).close()
+        files = {Path("/dev/shm") / name for name in process.stdout.readline().split()}
+        known = shared_memory(process.pid)
+        assert known == files
         start = time.monotonic()
-        end_group(process.pid)
+        if how == "stopped":
+            os.killpg(process.pid, signal.SIGSTOP)
+        if how == "killed at once":  # with Python's tracker of such files
+            os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid, known)
+        else:
+            end_group(process.pid)
         assert time.monotonic() - start < 3
-    try:
-        shared_memory.SharedMemory(name, create=False)
-    except FileNotFoundError:
-        return
-    raise AssertionError(f"/dev/shm/{name} is still there")
+    assert not [path for path in files if path.exists()]
