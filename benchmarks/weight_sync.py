@@ -48,11 +48,10 @@ def main() -> None:
     options = parser.parse_args()
     for shape in options.shapes.split(","):
         with tempfile.TemporaryDirectory(prefix="mrl-benchmark-") as folder:
-            for row in asyncio.run(measure(shape, options, Path(folder))):
-                print(json.dumps(row) if options.json else text(row), flush=True)
+            asyncio.run(measure(shape, options, Path(folder)))
 
 
-async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+async def measure(shape: str, options: argparse.Namespace, folder: Path) -> None:
     from mrl.backends.inline import InlineHandle
     from mrl.sync import SYNC_METHODS
     from mrl.workers.publisher import Publisher
@@ -61,7 +60,14 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list
     model, tokenizer = build(shape, folder / "model")
     dtype = getattr(torch, options.dtype)
     size, floor = memcpy(model, dtype)
-    rows = [row(shape, options.dtype, "memcpy", floor, 0.0, size), disk(shape, options.dtype, size, folder)]
+    floors: dict[str, float] = {}
+
+    def say(method: str, publish: float, load: float, bytes_: int) -> None:
+        measured = row(shape, options.dtype, method, publish, load, bytes_, floors)
+        print(json.dumps(measured) if options.json else text(measured), flush=True)
+
+    say("memcpy", floor, 0.0, size)
+    say("write+read", *disk(size, folder), size)
     worker = RolloutWorker(
         "vllm",
         {"model": str(folder / "model"), "device": "cpu", "max_model_len": 64, "dtype": options.dtype},
@@ -84,22 +90,12 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list
                 own.append((await handle.call("health"))["load_seconds"])
             counted = reports[1:]
             if name == "direct":
-                rows.insert(1, row(shape, options.dtype, "memcpy+load", floor, statistics.median(own[1:]), size))
-            rows.append(
-                row(
-                    shape,
-                    options.dtype,
-                    name,
-                    statistics.median(r.publish_seconds for r in counted),
-                    statistics.median(r.load_seconds for r in counted),
-                    counted[-1].bytes,
-                )
-            )
+                say("memcpy+load", floor, statistics.median(own[1:]), size)
+            publish = statistics.median(report.publish_seconds for report in counted)
+            say(name, publish, statistics.median(report.load_seconds for report in counted), counted[-1].bytes)
             sync.close()
     finally:
         worker.close()
-    compare(rows)
-    return rows
 
 
 class Actor:
@@ -157,8 +153,8 @@ def memcpy(model: torch.nn.Module, dtype: torch.dtype) -> tuple[int, float]:
     return sum(t.numel() * t.element_size() for t in source), statistics.median(seconds)
 
 
-def disk(shape: str, dtype: str, size: int, folder: Path) -> dict[str, Any]:
-    """Writing so many bytes to a new file, and reading them into new memory."""
+def disk(size: int, folder: Path) -> tuple[float, float]:
+    """Seconds to write so many bytes to a new file, and to read them into new memory."""
     data = torch.ones(size, dtype=torch.uint8).numpy()
     path, seconds = folder / "bytes", []
     for _ in range(3):
@@ -169,11 +165,15 @@ def disk(shape: str, dtype: str, size: int, folder: Path) -> dict[str, Any]:
         len(path.read_bytes())
         seconds.append((written - start, time.perf_counter() - written))
     path.unlink()
-    write, read = sorted(seconds, key=sum)[1]
-    return row(shape, dtype, "write+read", write, read, size)
+    return sorted(seconds, key=sum)[1]
 
 
-def row(shape: str, dtype: str, name: str, publish: float, load: float, size: int) -> dict[str, Any]:
+def row(
+    shape: str, dtype: str, name: str, publish: float, load: float, size: int, floors: dict[str, float]
+) -> dict[str, Any]:
+    """One measurement, as a multiple of each floor that is known by now."""
+    if name in FLOORS:
+        floors[name] = publish + load
     return {
         "shape": shape,
         "dtype": dtype,
@@ -182,13 +182,8 @@ def row(shape: str, dtype: str, name: str, publish: float, load: float, size: in
         "load_s": round(load, 4),
         "total_s": round(publish + load, 4),
         "mb": round(size / 1e6, 2),
+        "x": {other: round((publish + load) / floor, 1) for other, floor in floors.items()},
     }
-
-
-def compare(rows: list[dict[str, Any]]) -> None:
-    floors = {r["method"]: r["total_s"] for r in rows if r["method"] in FLOORS}
-    for other in rows:
-        other["x"] = {name: round(other["total_s"] / max(floor, 1e-9), 1) for name, floor in floors.items()}
 
 
 def text(r: dict[str, Any]) -> str:
