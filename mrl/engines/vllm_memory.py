@@ -33,7 +33,7 @@ def _cache_for_one(found: re.Match[str], settings: dict[str, Any]) -> str:
     bytes_ = settings.get("kv_cache_memory_bytes")
     if bytes_ is None:
         more = float(needed) - float(there)
-        ways.append(f"raise {_utilization(settings)} by what {more:.2f} GiB are of the device's memory")
+        ways.append(f"raise {_utilization(settings)} so that it may take {more:.2f} GiB more")
         ways.append(_more_devices(settings))
     else:  # vLLM's figures have two decimals, which is nothing for a small model
         enough = max(float(needed), bytes_ / _GIB * int(length) / longest if longest else 0.0)
@@ -74,7 +74,10 @@ def _too_many_sequences(found: re.Match[str], settings: dict[str, Any]) -> str:
 
 
 def _device_memory(found: re.Match[str], settings: dict[str, Any]) -> str:
-    return f"the device's memory does not suffice: {_either([*_half_precision(settings), _more_devices(settings)])}"
+    ways = [*_half_precision(settings), _more_devices(settings)]
+    if (count := settings.get("max_num_seqs", 1)) > 1:
+        ways.append(f"lower vllm_max_num_seqs from {count} to {count // 2}")
+    return f"the device's memory does not suffice: {_either(ways)}"
 
 
 def _host_memory(found: re.Match[str] | None, settings: dict[str, Any]) -> str:

@@ -52,7 +52,11 @@ SAMPLER = (
             ONE.format("14.00", "11.50", 3360),
             None,
             {"gpu_memory_utilization": 0.8},
-            ["max_model_len from 4096 to 3360", "gpu_memory_utilization from 0.8 by what 2.50 GiB", "from 1 to 2"],
+            [
+                "max_model_len from 4096 to 3360",
+                "gpu_memory_utilization from 0.8 so that it may take 2.50 GiB more",
+                "from 1 to 2",
+            ],
         ),
         (
             "No available memory for the cache blocks. Try",
@@ -64,7 +68,7 @@ SAMPLER = (
         (CACHE, None, {"kv_cache_memory_bytes": 1000 * GB}, ["lower vllm_kv_cache_gb from 1000 to 16"]),
         (SHARE.format("20.5"), None, {"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization from 0.9 to 0.23"]),
         (SHARE.format("0.5"), None, {}, ["end what uses them", "vllm_devices"]),
-        (TORCH, None, {}, ["tensor_parallel_size from 1 to 2"]),
+        (TORCH, None, {}, ["tensor_parallel_size from 1 to 2", "vllm_max_num_seqs from 256 to 128"]),
         (TORCH, None, {"dtype": "float32"}, ["dtype: bfloat16"]),
         (SAMPLER, None, {}, ["lower vllm_max_num_seqs from 256 to 64"]),
         ("(tail)", -9, {"kv_cache_memory_bytes": 8 * GB}, ["killed", "lower vllm_kv_cache_gb from 8 to 4"]),
