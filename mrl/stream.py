@@ -16,7 +16,11 @@ from typing import Any, Literal
 
 from mrl.config.overlap import OverlapConfig
 from mrl.data import TaskOrder
+from mrl.store.rows import jsonable
 from mrl.types import Group, Rollout, Sample, Task
+
+_STORED = ("step", "number", "indices", "epoch", "again", "version", "ended")
+"""Of every ticket in a checkpoint."""
 
 Stage = Literal["waiting", "generating", "generated", "done"]
 
@@ -137,7 +141,7 @@ class Stream:
         target, unhelpful = self.sizes[step] if self.overlap.by_group else 1, 0
         taken: list[Ticket] = []
         while True:
-            self._raise_errors()
+            self._raise_errors(step)
             self._give_up_stale(version)
             for ticket in self._done(step):
                 if sum(map(self._counts, taken)) >= target:
@@ -177,11 +181,12 @@ class Stream:
             await self.news.wait()
 
     async def settle(self) -> None:
-        """Wait for what is under way, where a checkpoint has to hold it so that a resumed run is the same run."""
-        while not self.overlap.by_group and any(t.stage in ("generating", "generated") for t in self.tickets):
-            self._raise_errors()
-            self.news.clear()
-            await self.news.wait()
+        """Wait for what is under way, where a checkpoint has to hold it so that a resumed run is the same run.
+
+        What fails is raised when its step comes."""
+        if not self.overlap.by_group:
+            works = [ticket.work for ticket in self.tickets if ticket.work is not None]
+            await asyncio.gather(*works, return_exceptions=True)
 
     def in_flight(self) -> int:
         """Groups that were begun and that no step has taken."""
@@ -209,10 +214,7 @@ class Stream:
             "sizes": {str(step): size for step, size in self.sizes.items()},
             "tickets": [
                 {
-                    **{
-                        name: getattr(t, name)
-                        for name in ("step", "number", "indices", "epoch", "again", "version", "ended")
-                    },
+                    **{name: getattr(t, name) for name in _STORED},
                     **(_outcome(t) if t.stage == "done" else {}),
                 }
                 for t in self.tickets
@@ -251,18 +253,21 @@ class Stream:
         finally:
             self.news.set()
 
-    def _raise_errors(self) -> None:
+    def _raise_errors(self, step: int) -> None:
+        """With whole batches, only those of `step`: what one before it has learned is not lost."""
         for ticket in self.tickets:
+            if not self.overlap.by_group and ticket.step != step:
+                continue
             if ticket.work is not None and ticket.work.done() and not ticket.work.cancelled():
                 error = ticket.work.exception()
                 if error is not None:
                     raise error
 
     def _done(self, step: int) -> list[Ticket]:
-        """What a step may take, in the order in which it takes it."""
+        """What a step may take, in the order in which it takes it: the oldest first, before they are too old."""
         if not self.overlap.by_group:
             return [ticket for ticket in self.tickets if ticket.stage == "done" and ticket.step == step]
-        return sorted((t for t in self.tickets if t.stage == "done"), key=lambda ticket: ticket.ended)
+        return sorted((t for t in self.tickets if t.stage == "done"), key=lambda t: (t.version, t.ended))
 
     def _counts(self, ticket: Ticket) -> bool:
         return not self.overlap.by_group or any(self.teaches(group) for group in ticket.groups)
@@ -288,8 +293,8 @@ class Stream:
         self.tickets.append(ticket)
 
     def _give_up_stale(self, version: int) -> None:
-        """What no step to come may train on is begun anew, or with `queue` dropped, and another task drawn in its place:
-        it would only take too long again."""
+        """What no step to come may train on is begun anew, or with `queue` dropped for another task: it would only take
+        too long again."""
         if not self.overlap.by_group or self.overlap.stale_rollouts == "correct":
             return
         for ticket in [t for t in self.tickets if t.stage != "waiting"]:
@@ -352,7 +357,7 @@ def _outcome(ticket: Ticket) -> dict[str, Any]:
         "logged": ticket.logged,
         "resamples": ticket.resamples,
         "seconds": ticket.seconds,
-        "groups": [{"task": g.task.id, "rollouts": [asdict(r) for r in g.rollouts]} for g in ticket.groups],
+        "groups": [{"task": g.task.id, "rollouts": [jsonable(asdict(r)) for r in g.rollouts]} for g in ticket.groups],
     }
 
 
