@@ -115,7 +115,7 @@ async def test_queue_keeps_its_bound_and_loses_nothing(seed: int, ahead: int, ov
 
 
 async def test_queue_takes_what_ends_first_and_carries_the_rest() -> None:
-    world = World(OverlapConfig(async_mode="queue", max_staleness=2))
+    world = World(OverlapConfig(async_mode="queue", max_staleness=2), steps=3)
     world.lasts = lambda index: 0.015 if index == 1 else 0.001
     first = await world.train(1, in_flight=True)
     assert 1 not in ids(first)
