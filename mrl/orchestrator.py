@@ -162,6 +162,7 @@ class Orchestrator(RecordedRun):
 
     async def _evaluate(self) -> None:
         """Attempt the held-out tasks once each, with the same seeds every time."""
+        await self.stream.settle()  # reward functions may draw from one generator of random numbers
         start = perf_counter()
         groups = await self.source.collect(
             self.prepared.eval_tasks, self.policy, 1, seed=derive_seed(self.config.training.seed, "eval")
