@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from mrl import MRLTrainer
+from mrl.config import ModelConfig
+from mrl.engines.transformers import TransformersEngine
 from mrl.errors import ConfigError
 from mrl.recorded_run import RunResult
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
 from mrl.store.run import read_rows
+from mrl.types import TokenSequence, WeightRef
 
 TASKS = [{"prompt": "say " + "x" * (i % 3) + str(i)} for i in range(7)]
 
@@ -131,33 +135,49 @@ def test_a_queue_keeps_its_promises(tiny_model: str, tmp_path: Path, changes: di
     assert max(row["rollout/staleness_max"] for row in rows) > 0, "it never ran ahead"
 
 
-def test_versions_per_token_are_what_really_sampled_them(tiny_model: str, tmp_path: Path) -> None:
-    """Long completions that weights overtake: each token's logprob is that of the version it carries."""
-    from mrl.config import ModelConfig
-    from mrl.engines.transformers import TransformersEngine
-    from mrl.types import TokenSequence, WeightRef
+LONG = {
+    "async_mode": "queue", "max_staleness": 3, "max_completion_length": 48, "max_steps": 8, "save_steps": 1,
+    "learning_rate": 3e-3,
+}  # fmt: skip
 
-    train(
-        tiny_model, tmp_path, async_mode="queue", max_staleness=3, max_completion_length=48, max_steps=8,
-        save_steps=1, learning_rate=3e-3, stop=["\x00"],
-    )  # fmt: skip
-    engine = TransformersEngine.create(ModelConfig(model=tiny_model, device="cpu", max_model_len=128))
-    by_version = {0: None} | {c.step: str(c.path) for c in list_checkpoints(tmp_path)}
-    samples = [s for r in rollouts(tmp_path) for s in r["samples"]]
+
+def overtaken(model: str, folder: Path) -> int:
+    """How many completions were sampled by several versions. Checks that each of their tokens has the logprob that the
+    version it carries gives it; the run has a checkpoint of every version."""
+    engine = TransformersEngine.create(ModelConfig(model=model, device="cpu", max_model_len=128))
+    paths: dict[int, str | None] = {0: None} | {c.step: str(c.path) for c in list_checkpoints(folder)}
+    samples = [sample for rollout in rollouts(folder) for sample in rollout["samples"]]
     mixed = [s for s in samples if isinstance(s["policy_version"], list) and len(set(s["policy_version"])) > 1]
-    assert mixed, "no completion was overtaken by an update"
-    import asyncio
-
-    for version, path in by_version.items():
+    for version, path in paths.items():
         if path is not None:
             engine.load_weights(WeightRef(version, path=path))
         for sample in mixed[:12]:
-            at = [i for i, v in enumerate(sample["policy_version"]) if v == version]
             sequence = TokenSequence(tuple(sample["prompt_ids"]), tuple(sample["completion_ids"]))
             scored = asyncio.run(engine.logprobs([sequence]))[0]
-            for i in at:
-                assert abs(scored[i] - sample["logprobs"][i]) < 1e-4
+            for mine, theirs, sampled_by in zip(scored, sample["logprobs"], sample["policy_version"], strict=True):
+                assert sampled_by != version or abs(mine - theirs) < 1e-4
     engine.close()
+    return len(mixed)
+
+
+def test_each_token_has_the_logprob_of_the_version_it_carries(tiny_model: str, tmp_path: Path) -> None:
+    train(tiny_model, tmp_path, **LONG)
+    assert overtaken(tiny_model, tmp_path), "no completion was overtaken by an update"
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("changes", [{}, {"weight_sync_method": "direct"}, {"use_lora": True, "lora_r": 8}])
+def test_vllm_takes_new_weights_in_the_middle_of_completions(
+    vllm_model: str, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    options = {**LONG, "engine": "vllm", "vllm_args": {"block_size": 32}, "vllm_kv_cache_gb": 0.25, **changes}
+    train(vllm_model, tmp_path, **{**options, "max_completion_length": 80})
+    rows = list(read_rows(tmp_path, "metrics"))
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert max(row["rollout/staleness_max"] for row in rows) in (1, 2, 3)
+    if "use_lora" not in changes:
+        assert overtaken(vllm_model, tmp_path)
 
 
 def test_over_sampling_takes_those_that_end_first(tiny_model: str, tmp_path: Path) -> None:
