@@ -29,6 +29,7 @@ from mrl.experience import (
     shaping_metrics,
     teaching_groups,
 )
+from mrl.gap_watch import GapWatch
 from mrl.preflight import Prepared, check_disk, prepare, reward_worker_args, total_steps
 from mrl.recorded_run import RecordedRun
 from mrl.resume import (
@@ -55,6 +56,7 @@ class Orchestrator(RecordedRun):
         super().__init__(config, run_dir, resume=resume)
         self.version = 0
         self.seconds: dict[str, float] = {}
+        self.gap_watch = GapWatch(config, self._note)
 
     async def _prepare(self) -> None:
         self.prepared = await asyncio.to_thread(prepare, self.config)
@@ -85,6 +87,7 @@ class Orchestrator(RecordedRun):
             kept = {name: value for name, value in self.point.state["order"].items() if name not in allowed}
             self.order.load_state_dict(mine | kept)
             set_random_state(self.point.state["random"])
+            self.gap_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
         elif self._evaluates():
             await self._evaluate()
         while self.step < self.total_steps and not self.stopping:
@@ -94,7 +97,8 @@ class Orchestrator(RecordedRun):
             last = self.step == self.total_steps or self.stopping
             if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
-            if last or (training.save_steps and self.step % training.save_steps == 0):
+            due = training.save_steps and self.step % training.save_steps == 0 and not self.gap_watch.in_a_row
+            if last or due:
                 await self._checkpoint(last=last)
 
     async def _one_step(self, indices: list[int], epoch: float) -> dict[str, float]:
@@ -117,6 +121,7 @@ class Orchestrator(RecordedRun):
             self.store.write_step(self.step, metrics, groups)
         self.trackers.log(self.step, metrics)
         self._show_completions(groups)
+        self.gap_watch.stop()
         return metrics
 
     async def _attempt(self, indices: list[int], seed: int) -> list[Group]:
@@ -198,6 +203,7 @@ class Orchestrator(RecordedRun):
         if metrics["train/updates_skipped"]:
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
+        await self.gap_watch.look(self.step, metrics, self.actor, self.workers)
         if self._just_synced():
             with self._timed("sync"):
                 self.version += 1
@@ -225,6 +231,7 @@ class Orchestrator(RecordedRun):
             "random": random_state(),
             "tasks": fingerprint(self.prepared.tasks),
             "trackers": self.trackers.run_ids(),
+            "gap_in_a_row": self.gap_watch.in_a_row,
             "in_flight": [],  # rollouts that were begun and not trained on: none in the synchronous loop
         }
         served = None if self._just_synced() else self.sync.served() or self.served
