@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -85,7 +86,7 @@ def _fitting(evidence: GapEvidence) -> list[Fit]:
     """The temperature and the cut that fit, the better one first; the other only where it fits about as well."""
     fits = sorted((evidence.temperature, evidence.cut), key=lambda fit: fit.residual)
     enough = min(EXPLAINS * evidence.gap, 3 * fits[0].residual + AGREES)
-    return [fit for fit in fits if fit.residual <= enough]
+    return [fit for fit in fits if fit.residual <= enough and math.isfinite(enough)]
 
 
 def _other_sampling(fit: Fit, evidence: GapEvidence, asked: GenerationConfig) -> Cause:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import pytest
+import torch
 from torch import nn
 
-from mrl import MRLTrainer
 from mrl.config import ModelConfig
 from mrl.engines import ENGINES
 from mrl.engines.transformers import TransformersEngine
@@ -21,16 +19,7 @@ from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.types import Completion, GenerateRequest, WeightRef
 from tests.conftest import build_model
-
-
-class SamplesOtherwise(TransformersEngine):
-    """Draws from another distribution than it is asked for, and reports the logprobs of that one."""
-
-    changes: Mapping[str, Any] = MappingProxyType({})
-
-    async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        changed = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, **self.changes)) for r in requests]
-        return await super().generate(changed)
+from tests.planted import SamplesOtherwise, run, warnings_of
 
 
 class InBfloat16(TransformersEngine):
@@ -54,8 +43,8 @@ class LosesUpdates(TransformersEngine):
         return self.confirmed
 
 
-def sampling(**changes: Any) -> type[SamplesOtherwise]:
-    return type("Planted", (SamplesOtherwise,), {"changes": changes})
+def sampling(**changes: Any) -> type[TransformersEngine]:
+    return type("Planted", (SamplesOtherwise, TransformersEngine), {"changes": changes})
 
 
 @pytest.fixture(scope="session")
@@ -71,37 +60,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     ENGINES.register(name)(request.param)
     yield name
     ENGINES._registered.pop(name)
-
-
-def distinct(completions: list[str], **_: Any) -> list[float]:
-    return [len(set(text)) / 8 for text in completions]
-
-
-def run(model: str, folder: Path, engine: str = "transformers", **options: Any) -> None:
-    defaults = {
-        "model": model,
-        "device": "cpu",
-        "engine": engine,
-        "train_dataset": [{"prompt": f"say {i}"} for i in range(7)],
-        "reward_funcs": distinct,
-        "run_dir": str(folder),
-        "report_to": [],
-        "max_steps": 4,
-        "batch_size": 3,
-        "num_generations": 4,
-        "max_completion_length": 16,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "learning_rate": 1e-5,
-        "num_rollout_workers": 1,
-        "weight_sync_method": "reload",
-        "save_steps": 1,
-    }
-    MRLTrainer(**(defaults | options)).train()
-
-
-def warnings_of(folder: Path) -> list[str]:
-    return [e["message"] for e in read_rows(folder, "events") if "max_logprob_gap" in e.get("message", "")]
 
 
 CASES: dict[str, tuple[type[TransformersEngine], dict[str, Any], str]] = {
@@ -179,7 +137,7 @@ def test_without_a_limit_it_is_only_reported(sharp_model: str, tmp_path: Path, e
         assert 0 < row["train/importance_dropped_fraction"] < 0.9
 
 
-class OnlyOnce(SamplesOtherwise):
+class EveryOther(SamplesOtherwise, TransformersEngine):
     """Another temperature, in every other call."""
 
     calls = 0
@@ -190,9 +148,70 @@ class OnlyOnce(SamplesOtherwise):
         return await super().generate(requests)
 
 
-@pytest.mark.parametrize("engine", [OnlyOnce], indirect=True)
+@pytest.mark.parametrize("engine", [EveryOther], indirect=True)
 def test_a_step_within_the_limit_ends_the_row(sharp_model: str, tmp_path: Path, engine: str) -> None:
     run(sharp_model, tmp_path / "r", engine)
     warned = [message.partition(":")[0] for message in warnings_of(tmp_path / "r")]
     assert warned == ["step 1", "step 3"]
     assert [c.step for c in list_checkpoints(tmp_path / "r")] == [2, 4]
+
+
+@pytest.mark.parametrize("engine", [LosesUpdates], indirect=True)
+def test_the_one_of_two_workers_that_missed_a_sync_is_named(sharp_model: str, tmp_path: Path, engine: str) -> None:
+    """The other one gets every version; half the samples are enough for the mean to show it."""
+
+    class OnlyTheFirst(LosesUpdates):
+        made = 0
+
+        @classmethod
+        def create(cls, config: ModelConfig, module: nn.Module | None = None) -> TransformersEngine:  # type: ignore[override]
+            OnlyTheFirst.made += 1
+            if OnlyTheFirst.made % 2:
+                return super().create(config, module)
+            return TransformersEngine.create(config, module)
+
+    ENGINES._registered[engine] = OnlyTheFirst
+    with pytest.raises(TrainingError) as stopped:
+        run(sharp_model, tmp_path / "r", engine, num_rollout_workers=2, learning_rate=2e-2, max_steps=8)
+    assert re.search(r"1\. missed sync: rollout-[01] says .* as version 0 does", str(stopped.value)), stopped.value
+    assert "rollout-0 says" in str(stopped.value) or "rollout-1 says" in str(stopped.value)
+    assert str(stopped.value).count("missed sync:") == 1, "the other worker has the weights it says"
+
+
+class AnotherModel(TransformersEngine):
+    """Serves a model of its own whatever it is sent, and says that it took it."""
+
+    def load_weights(self, ref: WeightRef) -> int:
+        if not hasattr(self, "confirmed"):
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for p in self._lm.module.parameters():  # type: ignore[union-attr]
+                    p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+        self.confirmed, self.version = ref.checksum, ref.version
+        return ref.version
+
+    def held(self) -> str | None:
+        return self.confirmed
+
+
+@pytest.mark.parametrize("engine", [AnotherModel], indirect=True)
+def test_weights_of_no_known_version_are_a_missed_sync_too(sharp_model: str, tmp_path: Path, engine: str) -> None:
+    with pytest.raises(TrainingError) as stopped:
+        run(sharp_model, tmp_path / "r", engine)
+    assert re.search(r"1\. missed sync: rollout-0 says it serves version 1, .*another model", str(stopped.value))
+
+
+@pytest.mark.parametrize("engine", [sampling(temperature=0.6)], indirect=True)
+def test_a_stopped_run_goes_on_from_before_once_its_cause_is_gone(
+    sharp_model: str, tmp_path: Path, engine: str
+) -> None:
+    folder = tmp_path / "r"
+    run(sharp_model, folder, engine, max_steps=2, max_logprob_gap=50.0)
+    with pytest.raises(TrainingError, match="steps: a resumed run goes on from there"):
+        run(sharp_model, folder, engine, resume="auto", max_logprob_gap=0.1)
+    assert [c.step for c in list_checkpoints(folder)] == [1, 2]
+    ENGINES._registered[engine] = TransformersEngine
+    run(sharp_model, folder, engine, resume="auto", max_logprob_gap=0.1)
+    rows = list(read_rows(folder, "metrics"))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["train/logprob_gap_unexplained"] < 1e-4
