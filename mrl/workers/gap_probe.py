@@ -86,7 +86,7 @@ class GapProbe:
         if not self.due:
             return
         self.due = False
-        # A gap that is not a number is no mismatch but a model or a sampler that has broken down: see `Actor._update`.
+        # A gap that is not a number means that a model has broken down, and the update is skipped for it.
         if gap is not None and self.limit is not None and gap > self.limit:
             self.evidence = self._evidence(model, parts)
 
