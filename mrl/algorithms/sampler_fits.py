@@ -82,7 +82,7 @@ def fit_temperature(evidence: Evidence, temperature: float, cut: Cut) -> Fit:
     """The temperature nearest to what the sampler said, whether it cut as it was told (`cut`) or reports logprobs from
     before the cut. temperature: what was asked for."""
     fits = []
-    for tried in {cut, Cut()}:
+    for tried in dict.fromkeys((cut, Cut())):
         centre, span = math.log(temperature), math.log(WIDEST_TEMPERATURE)
         for _ in range(4):  # each round looks closer around the best of the last: to a thousandth in the end
             grid = [centre + span * step / 8 for step in range(-8, 9)]
@@ -103,7 +103,7 @@ def fit_cut(evidence: Evidence, temperature: float, cut: Cut) -> Fit:
         Fit(name, float(value), evidence.gap(temperature, replace(base, **changes)))
         for changes in _candidates(evidence, temperature)
         for name, value in changes.items()
-        for base in {cut, Cut()}
+        for base in dict.fromkeys((cut, Cut()))
     ]
     return min(fits, key=lambda fit: fit.residual)
 
