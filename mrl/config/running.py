@@ -81,6 +81,8 @@ class RuntimeConfig(Section):
     """Steps between weight syncs; above 1 the rollouts are off-policy in between."""
     sync_timeout: float = Field(300.0, gt=0)
     """Seconds a weight update may take; a rollout worker that needs longer is replaced."""
+    max_worker_restarts: int = Field(10, ge=0)
+    """Rollout workers that died or could not be updated that a run replaces before it stops."""
     call_timeout: float = Field(3600.0, gt=0)
     """Seconds any call to a worker may take before the worker counts as dead."""
 

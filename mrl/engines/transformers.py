@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from mrl.engines.decode_queue import Limits
+from mrl.engines.decode_calls import Call, DecodeThread
+from mrl.engines.decode_queue import Job, Limits, jobs_of
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_decode import decode
 from mrl.engines.transformers_model import CausalLM
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 
     from mrl.config import ModelConfig
 
-T = TypeVar("T")
-
 
 class TransformersEngine:
     """One policy in this process, on the model's device.
@@ -45,6 +41,7 @@ class TransformersEngine:
         (half of the GPU's) holds of this model's keys and values, at most 2**20.
     max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
         GPU) words. Neither bound changes what is sampled.
+    continuous: requests of different calls decode together, whenever they come; otherwise calls wait for each other.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
     version: the policy version the model holds now.
 
@@ -59,6 +56,7 @@ class TransformersEngine:
         max_model_len: int,
         max_batch_tokens: int | None = None,
         max_rows: int | None = None,
+        continuous: bool = False,
         autocast_dtype: torch.dtype | None = None,
         version: int = 0,
     ) -> None:
@@ -71,14 +69,11 @@ class TransformersEngine:
         self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
-        # A single thread of its own: calls queue up in order and cannot use up the event loop's shared threads, and
-        # torch keeps one set of OpenMP threads instead of one per calling thread.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-engine")
-        self._lock = threading.Lock()
-        self._stoppings: set[threading.Event] = set()
+        self.capacity = self._limits.max_rows if continuous else None
+        self._thread = DecodeThread(self._decode, self._jobs, continuous=continuous)
 
     @classmethod
-    def create(cls, config: ModelConfig, module: nn.Module | None = None) -> Self:
+    def create(cls, config: ModelConfig, module: nn.Module | None = None, *, continuous: bool = False) -> Self:
         """An engine for the configured model at version 0, around `module` if that is given.
 
         Raises ModelError when the model or tokenizer cannot be loaded, EngineError when the model cannot be served.
@@ -90,6 +85,7 @@ class TransformersEngine:
             load_tokenizer(config),
             max_model_len=context_length(model.config, config.max_model_len),
             max_rows=config.max_decode_rows,
+            continuous=continuous,
             autocast_dtype=autocast_dtype(config, device),
         )
 
@@ -101,33 +97,12 @@ class TransformersEngine:
         empty, too long or outside the vocabulary, for impossible sampling parameters, and for logits that are not
         finite.
         """
-        stopping = threading.Event()
-
-        def run(lm: CausalLM) -> list[Completion]:
-            for request in requests:
-                _check_request(request, self._max_model_len, lm.vocab_size)
-            completions: dict[int, Completion] = {}
-            with lm.inference():
-                decode(
-                    lm,
-                    requests,
-                    limits=self._limits,
-                    eos_ids=self._eos_ids,
-                    stop_strings=self._stop_strings,
-                    version=self.version,
-                    stopping=stopping,
-                    on_completion=completions.__setitem__,
-                )
-            return [completions[index] for index in range(len(requests))]
-
-        self._stoppings.add(stopping)
+        call = self._thread.submit(requests)
         try:
-            return await self._call(run)
+            return await asyncio.wrap_future(call.answer)
         except asyncio.CancelledError:
-            stopping.set()
+            call.cancelled = True
             raise
-        finally:
-            self._stoppings.discard(stopping)
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
         """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p).
@@ -136,31 +111,40 @@ class TransformersEngine:
         temperature that is not above 0.
         """
 
-        def run(lm: CausalLM) -> list[list[float]]:
+        def run() -> list[list[float]]:
+            lm = self._model
             for number, sequence in enumerate(sequences):
                 _check_sequence(f"sequence {number}", sequence, self._max_model_len, lm.vocab_size)
             with lm.inference():
                 return score(lm, sequences, self._limits.prefill_tokens)
 
-        return await self._call(run)
+        found: list[list[float]] = await asyncio.wrap_future(self._thread.errand(run))
+        return found
 
     def load_weights(self, ref: WeightRef) -> int:
         """Make `ref` the active policy and return its version.
 
         A module is adopted as it is, without a copy. A directory of safetensors is copied into the module the engine
-        holds, whoever else uses it. Waits for a running call. Raises SyncError; the old weights then stay whole.
+        holds, whoever else uses it. What is being decoded stops between two tokens, and goes on with the new weights
+        and keys and values recomputed under them; its completions then carry a version per token. Raises SyncError; the
+        old weights then stay whole.
         """
-        with self._lock:
-            if self._lm is None:
-                raise SyncError(f"weights of version {ref.version} came to an engine that is closed")
+
+        def load() -> int:
+            lm = self._model
             if ref.module is not None:
                 self._adopt(ref.module)
             elif ref.path is not None:
-                load_directory(self._lm.module, ref.path)
+                load_directory(lm.module, ref.path)
             else:
                 raise SyncError(f"the reference to version {ref.version} has neither a module nor a path")
             self.version = ref.version
             return self.version
+
+        try:
+            return int(self._thread.errand(load, urgent=True).result())
+        except EngineError as error:
+            raise SyncError(f"weights of version {ref.version} could not be loaded: {error}") from error
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors by their Hugging Face names, tied ones under each name. EngineError with a PEFT adapter,
@@ -173,11 +157,8 @@ class TransformersEngine:
 
     def close(self) -> None:
         """End running calls with EngineError, then let go of model and thread. Calling it twice is allowed."""
-        for stopping in tuple(self._stoppings):
-            stopping.set()
-        with self._lock:
-            self._lm = None
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
+        self._lm = None
 
     def _adopt(self, module: nn.Module) -> None:
         assert self._lm is not None
@@ -188,24 +169,29 @@ class TransformersEngine:
         except EngineError as e:
             raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
 
-    async def _call(self, run: Callable[[CausalLM], T]) -> T:
-        """Run it on the engine's thread, alone."""
+    def _jobs(self, call: Call) -> list[Job]:
+        for request in call.requests:
+            _check_request(request, self._max_model_len, self._model.vocab_size)
+        return jobs_of(call, self._max_model_len)
 
-        cpu_threads = torch.get_num_threads()  # torch counts them per calling thread
+    def _decode(self, jobs: list[Job], calls: DecodeThread) -> list[Job]:
+        lm = self._model
+        with lm.inference():
+            return decode(
+                lm,
+                jobs,
+                calls,
+                limits=self._limits,
+                eos_ids=self._eos_ids,
+                stop_strings=self._stop_strings,
+                version=self.version,
+            )
 
-        def locked() -> T:
-            with self._lock:
-                if self._lm is None:
-                    raise EngineError("the engine is closed")
-                if torch.get_num_threads() != cpu_threads:
-                    torch.set_num_threads(cpu_threads)
-                return run(self._lm)
-
-        try:
-            future = self._thread.submit(locked)
-        except RuntimeError as e:  # after shutdown
-            raise EngineError("the engine is closed") from e
-        return await asyncio.wrap_future(future)
+    @property
+    def _model(self) -> CausalLM:
+        if self._lm is None:
+            raise EngineError("the engine is closed")
+        return self._lm
 
 
 def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None, max_rows: int | None) -> Limits:

@@ -7,28 +7,35 @@ row copied to the requests that share it. When nothing waits any more, rows that
 Models that keep their own kind of cache (see `CausalLM`) cannot have single rows replaced: there the next requests
 begin when all rows have ended.
 
+Decoding can be interrupted between two tokens, for other weights: what was sampled is kept, and goes on from there.
+
 Left out: CUDA graphs of the step. They want a cache of fixed size, against which the in-place cache here would have to
 be measured on such a device.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from mrl.engines.decode_queue import Job, Limits, first_that_fit, queue_of
+from mrl.engines.decode_queue import Begun, Job, Limits, first_that_fit, in_order
 from mrl.engines.kv_cache import GrowingCache, select_rows
+from mrl.engines.requests import versions_per_token
 from mrl.engines.sampling import RowParams, sample
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_model import CausalLM
 from mrl.engines.transformers_prefill import Prefilled, Prefiller, TokenIds
 from mrl.errors import EngineError
-from mrl.types import Completion, FinishReason, GenerateRequest
+from mrl.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from mrl.engines.decode_calls import DecodeThread
 
 COMPACT_SHARE = 0.25
 """Finished rows are dropped when they are this share of the batch: copying the cache must pay."""
@@ -45,7 +52,7 @@ FIRST_ROOM = 256
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A job in the batch since the loop's step number `born`."""
+    """A job in the batch, whose first token is that of the loop's step number `born` (below 0 where it was begun)."""
 
     job: Job
     born: int
@@ -58,20 +65,19 @@ class _Row:
 
 def decode(
     lm: CausalLM,
-    requests: Sequence[GenerateRequest],
+    jobs: Sequence[Job],
+    calls: DecodeThread,
     *,
     limits: Limits,
     eos_ids: frozenset[int],
     stop_strings: StopStrings,
     version: int,
-    stopping: threading.Event,
-    on_completion: Callable[[int, Completion], None],
-) -> None:
-    """Give `on_completion` each request's place and completion, as soon as it ended.
+) -> list[Job]:
+    """Give each job's call its completion as soon as it ended, those that join later too.
 
-    `stopping` set from another thread ends it with EngineError.
+    Returns what is left when `calls` interrupts. Raises EngineError for logits that are not finite.
     """
-    _Batch(lm, requests, limits, eos_ids, stop_strings, version, on_completion).run(stopping)
+    return _Batch(lm, jobs, calls, limits, eos_ids, stop_strings, version).run()
 
 
 class _Batch:
@@ -80,19 +86,17 @@ class _Batch:
     def __init__(
         self,
         lm: CausalLM,
-        requests: Sequence[GenerateRequest],
+        jobs: Sequence[Job],
+        calls: DecodeThread,
         limits: Limits,
         eos_ids: frozenset[int],
         stop_strings: StopStrings,
         version: int,
-        on_completion: Callable[[int, Completion], None],
     ) -> None:
         self.lm, self.limits, self.device, self.version = lm, limits, lm.device, version
-        self.eos_ids, self.stop_strings, self.on_completion = eos_ids, stop_strings, on_completion
-        self.queue = queue_of(requests, limits.max_model_len)
-        self.prefiller = Prefiller(
-            lm, list(dict.fromkeys(j.request.prompt_ids for j in self.queue)), limits.prefill_tokens
-        )
+        self.calls, self.eos_ids, self.stop_strings = calls, eos_ids, stop_strings
+        self.queue: deque[Job] = deque()
+        self.prefiller: Prefiller
         self.held: Prefilled | None = None
         """A prompt of which some requests still wait."""
         self.rows: list[_Row | None] = []
@@ -102,8 +106,7 @@ class _Batch:
         self.clock = 0
         self.freed = True
         """Whether rows ended since requests were last let in."""
-        self.stop_strings.watch([r.sampling.stop for r in requests], lm.vocab_size, self.device)
-        self.steps_per_check = 1 if stop_strings.any else STEPS_PER_CHECK.get(self.device.type, 4)
+        self.steps_per_check = STEPS_PER_CHECK.get(self.device.type, 4)
 
         self.cache: Cache
         self.columns = 0
@@ -119,15 +122,20 @@ class _Batch:
         self.ids_BT = torch.zeros(0, 1, dtype=torch.int64, device=self.device)
         self.logprobs_BT = torch.zeros(0, 1, dtype=torch.float32, device=self.device)
 
-    def run(self, stopping: threading.Event) -> None:
-        """Decode until the queue is empty and every row ended."""
+        self.enqueue(jobs)
+
+    def run(self) -> list[Job]:
+        """Decode until the queue is empty and every row ended; returns what is left when interrupted."""
         while True:
-            if stopping.is_set():
-                raise EngineError("generation was abandoned: its caller was cancelled, or the engine closed")
+            if self.calls.cancelled():
+                self.forget_cancelled()
+            if self.calls.interrupted():
+                return self.leave()
+            self.enqueue(self.calls.more())
             if self.queue and self.freed:
                 self.admit()
             if not self.running:
-                return
+                return []
             self.take_token()
             if (self.clock + 1) % self.steps_per_check == 0:
                 self.collect()
@@ -135,7 +143,43 @@ class _Batch:
             if self.running:
                 self.forward()
 
+    def leave(self) -> list[Job]:
+        """What did not end, with what it has."""
+        if self.running:
+            self.collect()
+        rest = []
+        for slot, row in enumerate(self.rows):
+            if row is None:
+                continue
+            done = self.clock - row.born
+            ids, logprobs = self.ids_BT[slot, :done].tolist(), self.logprobs_BT[slot, :done].tolist()
+            begun = Begun(ids, logprobs, row.job.begun.spans(self.version)) if done else Begun()
+            rest.append(row.job.going_on(begun))
+        return [*rest, *self.queue]
+
     # --- letting requests in ----------------------------------------------------------------------------------------
+
+    def enqueue(self, jobs: Sequence[Job]) -> None:
+        """These wait, too."""
+        if not jobs:
+            return
+        self.queue.extend(in_order(jobs))
+        self.prefiller = Prefiller(
+            self.lm, list(dict.fromkeys(job.tokens for job in self.queue)), self.limits.prefill_tokens
+        )
+        self.freed = True
+        if any(job.request.sampling.stop for job in jobs):
+            self.steps_per_check = 1
+
+    def forget_cancelled(self) -> None:
+        """Take out what nobody waits for any more."""
+        self.queue = deque(job for job in self.queue if not job.call.cancelled)
+        gone = [slot for slot, row in enumerate(self.rows) if row is not None and row.job.call.cancelled]
+        for slot in gone:
+            self.rows[slot] = None
+            self.done_B[slot] = True
+        self.running -= len(gone)
+        self.freed = True
 
     def admit(self) -> None:
         """Begin as many waiting requests as there is room for, if they are enough to pay for a prefill."""
@@ -158,8 +202,10 @@ class _Batch:
 
         slots_of: dict[TokenIds, list[int]] = {}
         for slot, job in zip(slots, jobs, strict=True):
-            self.rows[slot] = _Row(job, self.clock)
-            slots_of.setdefault(job.request.prompt_ids, []).append(slot)
+            self.rows[slot] = _Row(job, self.clock - len(job.begun.ids))
+            slots_of.setdefault(job.tokens, []).append(slot)
+            for buffer, begun in ((self.ids_BT, job.begun.ids), (self.logprobs_BT, job.begun.logprobs)):
+                buffer[slot, : len(begun)] = torch.tensor(begun, dtype=buffer.dtype, device=self.device)
         for part in self.prefill(list(slots_of)):
             self.place(part, [slots_of[prompt] for prompt in part.prompts], total, fresh=fresh)
             fresh = False
@@ -173,14 +219,16 @@ class _Batch:
     def prefill(self, prompts: list[TokenIds]) -> Iterator[Prefilled]:
         """Parts that hold these prompts, one in memory at a time; keeps the last one if requests for it wait."""
         part, rest = self.held, prompts
-        if part is not None:  # of the first in the queue
+        if part is not None and part.prompts != prompts[:1]:  # those who waited for it were cancelled
+            part = None
+        if part is not None:
             yield part
             rest = prompts[1:]
         if rest:
             for part in self.prefiller.run(rest):
                 yield part
         assert part is not None
-        waits = self.queue and self.queue[0].request.prompt_ids == part.prompts[-1] and self.lm.replaces_rows
+        waits = self.queue and self.queue[0].tokens == part.prompts[-1] and self.lm.replaces_rows
         self.held = part.only(len(part.prompts) - 1) if waits else None
 
     def place(self, part: Prefilled, slots_P: list[list[int]], total: int, *, fresh: bool) -> None:
@@ -270,8 +318,8 @@ class _Batch:
                     "look at the last updates (learning rate, gradient norm, dtype) and load a good checkpoint"
                 )
             reason: FinishReason = "stop" if stopped[n] else "length"
-            completion = Completion(request.id, ids[n][:end], logprobs[n][:end], reason, self.version)
-            self.on_completion(row.job.index, completion)
+            versions = versions_per_token(row.job.begun.spans(self.version), end, self.version)
+            self.calls.ended(row.job, Completion(request.id, ids[n][:end], logprobs[n][:end], reason, versions))
             self.rows[slot] = None
         self.running -= len(slots)
         self.freed = True

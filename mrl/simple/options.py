@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config import OrchestratorConfig, ServingConfig, flat_fields
+from mrl.config import OrchestratorConfig, OverlapConfig, ServingConfig, flat_fields
 from mrl.errors import ConfigError
 from mrl.simple.trainers import TrainerSpec
 
@@ -160,8 +160,12 @@ MEANINGS: dict[str, Meaning] = {
         for name in ServingConfig.model_fields
     },
     **{
+        name: Meaning(frozenset(), advice="TRL's trainers generate and train in turn")
+        for name in OverlapConfig.model_fields
+    },
+    **{
         name: Meaning(frozenset(), advice="the trainer samples from its own weights")
-        for name in ("weight_sync_dir", "delta_over", "delta_full_every", "sync_timeout")
+        for name in ("weight_sync_dir", "delta_over", "delta_full_every", "sync_timeout", "max_worker_restarts")
     },
 }
 

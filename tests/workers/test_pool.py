@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.backends.inline import InlineHandle
-from mrl.errors import EngineDied, SyncError
+from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.sync.base import WeightSync
 from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
 from mrl.workers.pool import PolicyClient
@@ -99,6 +99,57 @@ async def test_requests_of_a_worker_that_dies_run_again_on_the_others() -> None:
         await pool(Sampler(4, dies_after=0)).generate(requests([5] * 3))
 
 
+@pytest.mark.parametrize("capacity", [4, None])
+async def test_a_worker_that_dies_is_replaced_and_its_requests_run_again(capacity: int | None, tmp_path: Path) -> None:
+    """Whatever it was asked: all requests of one call and those of another that runs at the same time."""
+    told: list[str] = []
+    spawned: list[Sampler] = []
+
+    async def spawn(index: int) -> InlineHandle:
+        spawned.append(Sampler(capacity))
+        return InlineHandle(spawned[-1], f"rollout-{index}", 60)
+
+    bad = Sampler(capacity, dies_after=0)
+    client = pool(bad, spawn=spawn, note=told.append)
+    await client.sync(Publish(tmp_path), None, 5)
+    both = await asyncio.gather(client.generate(requests([5] * 9)), client.generate(requests([5] * 4)))
+    assert [[c.request_id for c in done] for done in both] == [[str(i) for i in range(n)] for n in (9, 4)]
+    assert {c.policy_version for done in both for c in done} == {5}
+    assert [len(spawned), len(told), client.restarts] == [1, 1, 1]
+    assert "rollout-0 is replaced: gone" in told[0]
+
+
+async def test_workers_that_keep_dying_end_the_run(tmp_path: Path) -> None:
+    async def spawn(index: int) -> InlineHandle:
+        return InlineHandle(Sampler(4, dies_after=0), f"rollout-{index}", 60)
+
+    client = pool(Sampler(4, dies_after=0), spawn=spawn, max_restarts=3)
+    await client.sync(Publish(tmp_path), None, 1)
+    with pytest.raises(EngineError, match=r"the 4th of this run \(max_worker_restarts: 3\): gone"):
+        await client.generate(requests([5] * 3))
+
+
+async def test_calls_at_the_same_time_share_the_workers_room() -> None:
+    workers = Sampler(2), Sampler(2)
+    client = pool(*workers)
+    done = await asyncio.gather(*(client.generate(requests([5] * 5)) for _ in range(4)))
+    assert [len(d) for d in done] == [5] * 4
+    assert [w.most_at_once for w in workers] == [2, 2]
+    assert client.load == [0, 0]
+
+
+async def test_a_call_that_is_given_up_frees_its_places() -> None:
+    worker = Sampler(2)
+    client = pool(worker)
+    task = asyncio.create_task(client.generate(requests([400] * 5)))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert client.load == [0]
+    assert len(await client.generate(requests([5] * 3))) == 3
+
+
 async def test_batch_workers_get_fixed_shares() -> None:
     workers = Sampler(None), Sampler(None)
     await pool(*workers).generate(requests([5] * 8, prompts=4))
@@ -114,9 +165,11 @@ async def test_a_worker_that_cannot_update_is_replaced_by_one_that_has(fault: st
         spawned.append(Sampler(4))
         return InlineHandle(spawned[-1], f"rollout-{index}", 60)
 
-    workers = Sampler(4), Sampler(4, fault=fault), Sampler(4)
+    workers = Sampler(4), Sampler(4), Sampler(4)
     client = pool(*workers, spawn=spawn, note=told.append)
     method = Publish(tmp_path, deadline=0.2)
+    await client.sync(method, None, 2)
+    workers[1].fault = fault
     report = await client.sync(method, None, 3)
     assert list(report.failed) == ["rollout-1"]
     assert report.bytes == 7
