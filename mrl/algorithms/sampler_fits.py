@@ -84,10 +84,10 @@ def fit_temperature(evidence: Evidence, temperature: float, cut: Cut) -> Fit:
     fits = []
     for tried in dict.fromkeys((cut, Cut())):
         centre, span = math.log(temperature), math.log(WIDEST_TEMPERATURE)
-        for _ in range(4):  # each round looks closer around the best of the last: to a thousandth in the end
-            grid = [centre + span * step / 8 for step in range(-8, 9)]
+        for _ in range(6):  # each round looks closer around the best of the last: to a thousandth in the end
+            grid = [centre + span * step / 4 for step in range(-4, 5)]
             centre = min(grid, key=lambda place: evidence.gap(math.exp(place), tried))
-            span /= 6
+            span /= 4
         value = math.exp(centre)
         fits.append(Fit("temperature", value, evidence.gap(value, tried)))
     return min(fits, key=lambda fit: fit.residual)
