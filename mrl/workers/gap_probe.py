@@ -24,7 +24,7 @@ from mrl.workers.forward import Forward, evaluating
 from mrl.workers.rows import Rows, make_rows
 
 PROBE_SAMPLES, PROBE_CONTEXT, PROBE_TOKENS = 2, 32, 32
-"""Sequences that every version scores, and how much of each prompt and completion: about 1 % of a usual step."""
+"""Sequences that every version scores, and how much of each prompt and completion: 128 tokens, once a publish."""
 EXAMINED_SAMPLES, EXAMINED_TOKENS = 8, 128
 """Samples that are scored again, those furthest apart, and how many of their tokens at most; all logits of these are in
 memory (128 x 151,936 words: 80 MB, and some copies)."""
