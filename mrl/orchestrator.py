@@ -22,6 +22,7 @@ from mrl.config import OrchestratorConfig
 from mrl.crew import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.data import TaskOrder
 from mrl.experience import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
+from mrl.gap_watch import GapWatch
 from mrl.preflight import Prepared, check_disk, prepare, total_steps
 from mrl.producer import Producer
 from mrl.recorded_run import RecordedRun
@@ -45,6 +46,7 @@ class Orchestrator(RecordedRun):
         super().__init__(config, run_dir, resume=resume)
         self.version = 0
         self.seconds: dict[str, float] = {}
+        self.gap_watch = GapWatch(config, self._note)
 
     async def _prepare(self) -> None:
         self.prepared = await asyncio.to_thread(prepare, self.config)
@@ -80,7 +82,8 @@ class Orchestrator(RecordedRun):
             last = self.step == self.total_steps or self.stopping
             if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
-            if last or (training.save_steps and self.step % training.save_steps == 0):
+            due = training.save_steps and self.step % training.save_steps == 0 and not self.gap_watch.in_a_row
+            if last or due:
                 await self._checkpoint(last=last)
 
     async def _one_step(self) -> dict[str, float]:
@@ -110,6 +113,7 @@ class Orchestrator(RecordedRun):
             self.store.write_step(self.step, metrics, recorded)
         self.trackers.log(self.step, metrics)
         self._show_completions(groups)
+        self.gap_watch.stop()
         return metrics
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
@@ -150,6 +154,7 @@ class Orchestrator(RecordedRun):
         if metrics["train/updates_skipped"]:
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
+        await self.gap_watch.look(self.step, metrics, self.actor, self.workers)
         if self._just_synced():
             if not self.config.overlap.in_flight:
                 with self._timed("wait"):
@@ -182,6 +187,7 @@ class Orchestrator(RecordedRun):
             "random": random_state(),
             "tasks": fingerprint(self.prepared.tasks),
             "trackers": self.trackers.run_ids(),
+            "gap_in_a_row": self.gap_watch.in_a_row,
             "in_flight": self.stream.state_dict(),
         }
         served = None if self._just_synced() else self.sync.served() or self.served
@@ -251,6 +257,7 @@ class Orchestrator(RecordedRun):
         order.load_state_dict(mine | kept)
         set_random_state(self.point.state["random"])
         self.stream.load_state_dict(self.point.state["in_flight"], tasks)
+        self.gap_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
 
     # --- small things -----------------------------------------------------------------------------------------------
 

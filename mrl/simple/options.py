@@ -122,6 +122,7 @@ MEANINGS: dict[str, Meaning] = {
     ),
     "importance_sampling_cap": Meaning(frozenset(), advice="TRL corrects only for vLLM's sampling"),
     "importance_sampling_floor": Meaning(frozenset(), advice="TRL corrects only for vLLM's sampling"),
+    "max_logprob_gap": Meaning(frozenset(), advice="TRL samples with the trainer's own weights and logprobs"),
     "normalize_advantages": Meaning(frozenset(), advice="TRL's rloo has trl_args: normalize_advantages"),
     "kl_in": Meaning(frozenset(), advice="TRL's grpo has it in the loss, its rloo in the reward"),
     "kl_estimator": Meaning(frozenset(), advice="TRL's grpo takes k3, its rloo k1"),

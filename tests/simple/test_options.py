@@ -81,6 +81,7 @@ OTHER: dict[str, Any] = {
     "entropy_coef": (0.01, {}),
     "top_entropy_quantile": (0.2, {}),
     "importance_sampling_floor": (0.5, {}),
+    "max_logprob_gap": (0.5, {}),
     "max_decode_rows": (8, {}),
     "max_tokens_per_micro_batch": (512, {}),
     "packing": (False, {}),
