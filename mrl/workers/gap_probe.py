@@ -25,6 +25,8 @@ from mrl.workers.rows import Rows, make_rows
 
 PROBE_SAMPLES, PROBE_CONTEXT, PROBE_TOKENS = 2, 32, 32
 """Sequences that every version scores, and how much of each prompt and completion: 128 tokens, once a publish."""
+KEPT_VERSIONS = 64
+"""Of which it is remembered what they gave."""
 EXAMINED_SAMPLES, EXAMINED_TOKENS = 8, 128
 """Samples that are scored again, those furthest apart, and how many of their tokens at most; all logits of these are in
 memory (128 x 151,936 words: 80 MB, and some copies)."""
@@ -101,6 +103,8 @@ class GapProbe:
             return
         rows = make_rows(_batch(self.probe, 1.0), self.forward.device)
         self.scores[self.version] = self._logprobs(self.forward, model, rows).tolist()
+        for version in sorted(self.scores)[:-KEPT_VERSIONS]:
+            del self.scores[version]
 
     def _evidence(self, model: Any, parts: list[Rows]) -> GapEvidence:
         temperature, cut = parts[0].temperature, parts[0].cut
