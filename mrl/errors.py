@@ -56,7 +56,7 @@ class CheckpointError(MRLError):
 
 
 class TrainingError(MRLError):
-    """The run cannot go on: too many failed rollouts, or updates that are not finite."""
+    """The run cannot go on: too many failed rollouts, updates that are not finite, or samplers with another policy."""
 
 
 class StoreError(MRLError):

@@ -11,10 +11,10 @@ from typing import Any
 
 from mrl.backends import BACKENDS, Resources
 from mrl.config import OrchestratorConfig
+from mrl.crew import sampling_params, spawn_rollout
 from mrl.errors import TrainingError
 from mrl.experience import PASS
 from mrl.models import load_tokenizer
-from mrl.orchestrator import engine_options, sampling_params
 from mrl.preflight import prepare_evaluation, reward_worker_args
 from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.prompts import PromptEncoder
@@ -152,19 +152,9 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
 
 async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int | None) -> PolicyClient:
     from mrl.models import context_length, load_config
-    from mrl.workers.rollout import RolloutWorker
 
     if max_model_len is None:
         max_model_len = context_length(await asyncio.to_thread(load_config, config.model), config.model.max_model_len)
-    worker = await backend.spawn(
-        RolloutWorker,
-        name="rollout-0",
-        resources=Resources(gpu=config.runtime.rollout_gpu),
-        args={
-            "engine": config.runtime.engine,
-            "model": config.model.model_dump() | {"max_model_len": max_model_len},
-            "options": engine_options(config, 0),
-        },
-    )
+    worker = await spawn_rollout(backend, config, max_model_len, 0)
     await worker.call("load")
     return PolicyClient([worker])

@@ -59,8 +59,16 @@ def make_batch(groups: list[Group], config: OrchestratorConfig) -> TrainBatch:
             if keeps_all or (any(advantage) if isinstance(advantage, list) else advantage != 0):
                 samples.append(sample)
                 advantages.append(advantage)
+    generation = config.generation
     return TrainBatch(
-        samples, advantages, num_sequences=sequences, num_tokens=tokens, temperature=config.generation.temperature
+        samples,
+        advantages,
+        num_sequences=sequences,
+        num_tokens=tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        min_p=generation.min_p,
     )
 
 

@@ -2,7 +2,8 @@
 
     tasks -> rollouts -> rewards -> groups -> advantages -> actor step -> weight sync -> next tasks
 
-One direction, no way back except the weights. Every rollout is written down before it is forgotten.
+One direction, no way back except the weights. Every rollout is written down before it is forgotten. What is generated
+while the actor trains, and how far ahead, is the stream's to say (`mrl/stream.py`): there is one loop for all modes.
 """
 
 from __future__ import annotations
@@ -15,33 +16,23 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mrl.backends import BACKENDS, Resources, WorkerHandle
+from mrl.backends import WorkerHandle
 from mrl.checkpointing import Checkpointing
 from mrl.config import OrchestratorConfig
+from mrl.crew import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.data import TaskOrder
-from mrl.dynamic_sampling import refill
-from mrl.experience import (
-    check_failures,
-    check_steps,
-    make_batch,
-    reference_samples,
-    rollout_metrics,
-    shaping_metrics,
-    teaching_groups,
-)
-from mrl.preflight import Prepared, check_disk, prepare, reward_worker_args, total_steps
+from mrl.experience import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
+from mrl.gap_watch import GapWatch
+from mrl.preflight import Prepared, check_disk, prepare, total_steps
+from mrl.producer import Producer
 from mrl.recorded_run import RecordedRun
-from mrl.resume import (
-    fingerprint,
-    random_state,
-    set_random_state,
-)
+from mrl.resume import fingerprint, random_state, set_random_state
 from mrl.reward_shaping import KL, is_scored, shape_by_length
 from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED
-from mrl.sync import SYNC_METHODS, WeightSync
-from mrl.types import Group, Sample, SamplingParams, WeightRef, derive_seed
+from mrl.stream import Stream, Taken, staleness
+from mrl.types import Group, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 
 
@@ -55,6 +46,7 @@ class Orchestrator(RecordedRun):
         super().__init__(config, run_dir, resume=resume)
         self.version = 0
         self.seconds: dict[str, float] = {}
+        self.gap_watch = GapWatch(config, self._note)
 
     async def _prepare(self) -> None:
         self.prepared = await asyncio.to_thread(prepare, self.config)
@@ -65,7 +57,11 @@ class Orchestrator(RecordedRun):
         facts = await self._start_workers()
         notices = facts.pop("notices")
         self._announce("workers are up", facts, shown={"tasks": len(self.prepared.tasks)}, notices=notices)
-        await self._loop()
+        self._make_stream()
+        try:
+            await self._loop()
+        finally:
+            await self.stream.close()
 
     def _clean_up(self) -> None:
         self.sync.close()
@@ -77,99 +73,59 @@ class Orchestrator(RecordedRun):
 
     async def _loop(self) -> None:
         training = self.config.training
-        self.order = TaskOrder(
-            len(self.prepared.tasks), training.batch_size, seed=training.seed, shuffle=self.config.data.shuffle
-        )
-        if self.point is not None:
-            mine, allowed = self.order.state_dict(), {"num_tasks", *self.config.run.allow_change}
-            kept = {name: value for name, value in self.point.state["order"].items() if name not in allowed}
-            self.order.load_state_dict(mine | kept)
-            set_random_state(self.point.state["random"])
-        elif self._evaluates():
+        if self.point is None and self._evaluates():
             await self._evaluate()
         while self.step < self.total_steps and not self.stopping:
+            self.stream.advance(self.step, self.version)
             self.step += 1
-            epoch = self.order.epoch + self.order.position / len(self.prepared.tasks)
-            self.metrics = await self._one_step(self.order.next_batch(), epoch)
+            self.metrics = await self._one_step()
             last = self.step == self.total_steps or self.stopping
             if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
-            if last or (training.save_steps and self.step % training.save_steps == 0):
+            due = training.save_steps and self.step % training.save_steps == 0 and not self.gap_watch.in_a_row
+            if last or due:
                 await self._checkpoint(last=last)
 
-    async def _one_step(self, indices: list[int], epoch: float) -> dict[str, float]:
+    async def _one_step(self) -> dict[str, float]:
         start = perf_counter()
         self.seconds = {}
-        groups = await self._attempt(indices, derive_seed(self.config.training.seed, "rollout", self.step))
-        metrics: dict[str, float] = {"rollout/epoch": epoch}
+        groups: list[Group] = []
+        taken: Taken | None = None
+        metrics: dict[str, float] = {}
         try:
-            metrics |= await self._score(groups, epoch)
-            metrics |= rollout_metrics(groups, self.config)
+            with self._timed("wait"):
+                taken = await self.stream.take(self.step, self.version)
+            groups = taken.groups
+            self.seconds |= taken.seconds
+            metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
+            with self._timed("reference"):
+                await self.producer.add_reference_logprobs(groups)
             await self._shape(groups)
             metrics |= shaping_metrics(groups, self.config)
             metrics |= await self._learn(groups)
         finally:  # what was generated is written down, whatever came after
-            tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
+            recorded = self.stream.unused() if taken is None else [*groups, *taken.dropped]
+            tokens = sum(rollout.num_tokens for group in recorded for rollout in group.rollouts)
             self.seconds["step"] = perf_counter() - start
             metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
             metrics |= {"rollout/tokens": float(tokens), "rollout/tokens_per_second": tokens / self.seconds["step"]}
-            self.store.write_step(self.step, metrics, groups)
+            self.store.write_step(self.step, metrics, recorded)
         self.trackers.log(self.step, metrics)
         self._show_completions(groups)
+        self.gap_watch.stop()
         return metrics
 
-    async def _attempt(self, indices: list[int], seed: int) -> list[Group]:
-        with self._timed("generate"):
-            return await self.source.collect(
-                [self.prepared.tasks[i] for i in indices],
-                self.policy,
-                self.config.training.num_generations,
-                seed=seed,
-            )
-
-    async def _score(self, groups: list[Group], epoch: float) -> dict[str, float]:
-        """Rewards for every rollout. With dynamic sampling, `groups` grows until a batch of them teaches something."""
-        logged = [await self._score_some(groups, epoch)]
-        algorithm, target = self.config.algorithm, self.config.training.batch_size
-        if algorithm.zero_variance_groups != "resample":
-            return logged[0][1]
-
-        async def attempt(missing: int, number: int) -> None:
-            check_failures(groups, self.config, self.step)  # what cannot be scored is not helped by more of it
-            # The round is part of the seed: in a small dataset the same task may come again within a step.
-            seed = derive_seed(self.config.training.seed, "rollout", self.step, number)
-            more = await self._attempt(self.order.next_batch(missing), seed)
-            groups.extend(more)
-            logged.append(await self._score_some(more, epoch))
-
-        def teaching() -> int:
-            return len(teaching_groups(groups, self.config))
-
-        rounds = await refill(teaching, target, algorithm.max_resamples, attempt)
-        return mean_of_rounds(logged) | {"rollout/resamples": float(rounds)}
-
-    async def _score_some(self, groups: list[Group], epoch: float) -> tuple[int, dict[str, float]]:
-        """Rewards; meanwhile, where there is a KL term, the actor asks its reference model about the same samples."""
-        samples = reference_samples(groups, self.config)
-        reference = asyncio.ensure_future(self._add_reference_logprobs(samples)) if samples else None
-        try:
-            with self._timed("reward"):
-                metrics = await score_groups(self.rewards, groups, self._trainer_state(epoch))
-        except BaseException:
-            if reference is not None:
-                reference.cancel()
-            raise
-        if reference is not None:
-            await reference
-        check_steps(groups, self.config)
-        return sum(len(group.rollouts) for group in groups), metrics
-
-    async def _add_reference_logprobs(self, samples: list[Sample]) -> None:
-        with self._timed("reference"):
-            found = await self.actor.call("reference_logprobs", samples, self.config.generation.temperature)
-        for sample, logprobs in zip(samples, found, strict=True):
-            sample.reference_logprobs = logprobs
+    def _taken_metrics(self, taken: Taken) -> dict[str, float]:
+        """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
+        metrics = {"rollout/epoch": taken.tickets[0].epoch, **mean_of_rounds(taken.logged)}
+        if self.config.algorithm.zero_variance_groups == "resample":
+            metrics["rollout/resamples"] = float(sum(ticket.resamples for ticket in taken.tickets))
+        if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:
+            metrics |= staleness(taken.groups, self.version)
+            metrics |= {f"rollout/{name}_groups": float(count) for name, count in taken.counts.items()}
+            metrics["rollout/in_flight_groups"] = float(self.stream.in_flight())
+        return metrics
 
     async def _shape(self, groups: list[Group]) -> None:
         """What is added to the rewards: for length, and the divergence from the reference model."""
@@ -198,7 +154,11 @@ class Orchestrator(RecordedRun):
         if metrics["train/updates_skipped"]:
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
+        await self.gap_watch.look(self.step, metrics, self.actor, self.workers)
         if self._just_synced():
+            if not self.config.overlap.in_flight:
+                with self._timed("wait"):
+                    await self.stream.quiet()
             with self._timed("sync"):
                 self.version += 1
                 report = await self.policy.sync(self.sync, self.actor, self.version)
@@ -207,6 +167,7 @@ class Orchestrator(RecordedRun):
 
     async def _evaluate(self) -> None:
         """Attempt the held-out tasks once each, with the same seeds every time."""
+        await self.stream.settle()  # reward functions may draw from one generator of random numbers
         start = perf_counter()
         groups = await self.source.collect(
             self.prepared.eval_tasks, self.policy, 1, seed=derive_seed(self.config.training.seed, "eval")
@@ -219,13 +180,15 @@ class Orchestrator(RecordedRun):
         self.trackers.log(self.step, self.eval_metrics)
 
     async def _checkpoint(self, *, last: bool) -> None:
+        await self.stream.settle()
         state = {
             "policy_version": self.version,
             "order": self.order.state_dict(),
             "random": random_state(),
             "tasks": fingerprint(self.prepared.tasks),
             "trackers": self.trackers.run_ids(),
-            "in_flight": [],  # rollouts that were begun and not trained on: none in the synchronous loop
+            "gap_in_a_row": self.gap_watch.in_a_row,
+            "in_flight": self.stream.state_dict(),
         }
         served = None if self._just_synced() else self.sync.served() or self.served
         known = self.metrics | self.eval_metrics
@@ -235,39 +198,15 @@ class Orchestrator(RecordedRun):
 
     async def _start_workers(self) -> dict[str, Any]:
         config, prepared = self.config, self.prepared
-        from mrl.workers.actor import ActorWorker
-        from mrl.workers.reward import RewardWorker
-        from mrl.workers.rollout import RolloutWorker
+        length = prepared.max_model_len
+        self.actor: WorkerHandle = await spawn_actor(self.backend, config, length, self.total_steps)
 
-        model = config.model.model_dump() | {"max_model_len": prepared.max_model_len}
-        self.actor: WorkerHandle = await self.backend.spawn(
-            ActorWorker,
-            name="actor",
-            resources=Resources(gpu=config.runtime.actor_gpu),
-            args={
-                "model": model,
-                "training": config.training.model_dump(),
-                "total_steps": self.total_steps,
-                "algorithm": config.algorithm.model_dump(),
-            },
-        )
+        async def spawn(index: int) -> WorkerHandle:
+            return await spawn_rollout(self.backend, config, length, index)
 
-        async def spawn_rollout(index: int) -> WorkerHandle:
-            return await self.backend.spawn(
-                RolloutWorker,
-                name=f"rollout-{index}",
-                resources=Resources(gpu=config.runtime.rollout_gpu),
-                args={"engine": config.runtime.engine, "model": model, "options": engine_options(config, index)},
-            )
-
-        self.workers: list[WorkerHandle] = [await spawn_rollout(i) for i in range(rollout_workers(config))]
-        self.rewards: WorkerHandle = await self.backend.spawn(
-            RewardWorker,
-            name="reward",
-            resources=Resources(),
-            args=reward_worker_args(config.reward),
-        )
-        self.policy = PolicyClient(self.workers, spawn_rollout, self._note, config.runtime.max_worker_restarts)
+        self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
+        self.rewards: WorkerHandle = await spawn_rewards(self.backend, config)
+        self.policy = PolicyClient(self.workers, spawn, self._note, config.runtime.max_worker_restarts)
         self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
@@ -278,6 +217,7 @@ class Orchestrator(RecordedRun):
         if self.point is not None:
             await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
         await self._first_sync()
+        await self.policy.meet()
         return facts
 
     async def _first_sync(self) -> None:
@@ -290,6 +230,34 @@ class Orchestrator(RecordedRun):
         ref = WeightRef(self.version, path=str(self.served.parent))
         for worker in self.workers:
             await worker.call("update_weights", ref)
+
+    def _make_stream(self) -> None:
+        """What to attempt next: from the beginning, or where the checkpoint says."""
+        config, tasks = self.config, self.prepared.tasks
+        training = config.training
+        order = TaskOrder(len(tasks), training.batch_size, seed=training.seed, shuffle=config.data.shuffle)
+        self.order = order
+        self.producer = Producer(
+            config, tasks, self.source, self.policy, self.rewards, self.actor, order, self.total_steps
+        )
+        resamples = config.algorithm.zero_variance_groups == "resample"
+        self.stream = Stream(
+            order,
+            config.overlap,
+            self.producer.produce,
+            total_steps=self.total_steps,
+            step=self.step,
+            teaches=(lambda group: bool(teaching_groups([group], config))) if resamples else (lambda group: True),
+            max_resamples=config.algorithm.max_resamples if resamples else 0,
+        )
+        if self.point is None:
+            return
+        mine, allowed = order.state_dict(), {"num_tasks", *config.run.allow_change}
+        kept = {name: value for name, value in self.point.state["order"].items() if name not in allowed}
+        order.load_state_dict(mine | kept)
+        set_random_state(self.point.state["random"])
+        self.stream.load_state_dict(self.point.state["in_flight"], tasks)
+        self.gap_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
 
     # --- small things -----------------------------------------------------------------------------------------------
 
@@ -309,48 +277,3 @@ class Orchestrator(RecordedRun):
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
-
-
-def make_sync(config: OrchestratorConfig, folder: Path) -> WeightSync:
-    """The run's way of sending weights. folder: where they are written unless `weight_sync_dir` says otherwise."""
-    runtime = config.runtime
-    extra = {"over": runtime.delta_over, "full_every": runtime.delta_full_every}
-    shared = runtime.weight_sync_dir
-    return SYNC_METHODS.get(runtime.weight_sync_method)(
-        folder if shared is None else Path(shared).expanduser() / f"mrl-weights-{folder.parent.name}",
-        deadline=runtime.sync_timeout,
-        lora=config.serving.lora_sync if config.model.use_lora else None,
-        shares_modules=BACKENDS.get(runtime.backend).shares_memory,
-        **(extra if runtime.weight_sync_method == "delta" else {}),
-    )
-
-
-def engine_options(config: OrchestratorConfig, index: int) -> dict[str, Any]:
-    """What rollout worker `index` makes its engine with."""
-    options = config.serving.options_of(config.runtime.engine)
-    if options:
-        options["sync_timeout"] = config.runtime.sync_timeout
-    if "vllm_devices" in options:
-        options["vllm_devices"] = config.serving.devices_of(index)
-    if "vllm_urls" in options:
-        urls = options.pop("vllm_urls")
-        options["url"] = urls[index]
-    return options
-
-
-def rollout_workers(config: OrchestratorConfig) -> int:
-    """How many rollout workers there are: for servers that run already, one for each."""
-    return len(config.serving.vllm_urls) or config.runtime.num_rollout_workers
-
-
-def sampling_params(config: OrchestratorConfig) -> SamplingParams:
-    """The run's sampling distribution and limits."""
-    generation = config.generation
-    return SamplingParams(
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-        max_tokens=generation.max_tokens,
-        stop=tuple(generation.stop),
-    )

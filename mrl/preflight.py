@@ -51,6 +51,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
             "sync_weights_every: with weight_sync_method direct the workers share the actor's module and always have "
             "its newest weights; use weight_sync_method: reload, or sync_weights_every: 1"
         )
+    _check_shared_weights(config)
     _check_stale_sync(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
@@ -59,6 +60,19 @@ def prepare(config: OrchestratorConfig) -> Prepared:
         if part:
             check_rewards(rewards, part)
     return _with_model(config, tasks, eval_tasks)
+
+
+def _check_shared_weights(config: OrchestratorConfig) -> None:
+    """A module that is being trained cannot sample."""
+    runtime, mode = config.runtime, config.overlap.async_mode
+    shares = BACKENDS.get(runtime.backend).shares_memory and "module" in getattr(
+        ENGINES.get(runtime.engine), "accepts", ("module",)
+    )
+    if mode != "off" and runtime.weight_sync_method == "direct" and shares:
+        raise ConfigError(
+            f"async_mode: {mode} needs rollout workers with weights of their own, and with weight_sync_method direct "
+            "they share the actor's module; use weight_sync_method: reload"
+        )
 
 
 def _check_stale_sync(config: OrchestratorConfig) -> None:

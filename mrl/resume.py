@@ -22,8 +22,7 @@ MAY_CHANGE = frozenset(
     {
         # How it runs, not what it computes.
         *("call_timeout", "num_rollout_workers", "actor_gpu", "rollout_gpu", "max_failed_fraction", "sync_timeout"),
-        "max_worker_restarts",
-        *("weight_sync_dir",),
+        *("weight_sync_dir", "max_worker_restarts", "max_logprob_gap"),
         *("vllm_python", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager", "vllm_max_num_seqs"),
         *(
             "vllm_start_timeout",

@@ -206,6 +206,10 @@ class TrainBatch:
     """Tokens the loss is averaged over: these samples', and those of samples whose advantage is 0."""
     temperature: float = 1.0
     """The samplers' temperature: the actor's logprobs are taken at the same one."""
+    top_p: float = 1.0
+    """How the samplers cut the distribution, with the next two: the gap this makes is not held against them."""
+    top_k: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         assert len(self.samples) == len(self.advantages), (len(self.samples), len(self.advantages))

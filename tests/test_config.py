@@ -172,14 +172,14 @@ def test_a_recipe_that_is_not_there() -> None:
     ],
 )
 def test_engine_and_sync_options_that_do_nothing_are_refused(options: dict[str, object], message: str) -> None:
-    from mrl.orchestrator import engine_options
+    from mrl.crew import engine_options
 
     with pytest.raises(ConfigError, match=message):
         engine_options(OrchestratorConfig.from_flat(**options), 0)
 
 
 def test_each_engine_gets_its_own_devices_or_server() -> None:
-    from mrl.orchestrator import engine_options, rollout_workers
+    from mrl.crew import engine_options, rollout_workers
 
     own = OrchestratorConfig.from_flat(engine="vllm", tensor_parallel_size=2, vllm_devices=[4, 5, 6, 7])
     assert [engine_options(own, i)["vllm_devices"] for i in range(2)] == [[4, 5], [6, 7]]

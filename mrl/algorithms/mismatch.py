@@ -35,10 +35,7 @@ def importance_weights(
     if correction == "none":
         return torch.ones_like(old_logprobs_BT)
     inside_BT = mask_BT.bool()
-    log_weights_BT = torch.where(inside_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
-    if correction.startswith("sequence_"):
-        log_weights_BT = log_weights_BT.sum(dim=1, keepdim=True).expand_as(log_weights_BT)
-    weights_BT = torch.exp(log_weights_BT)
+    weights_BT = torch.exp(log_importance(old_logprobs_BT, sampler_logprobs_BT, mask_BT, correction))
     if correction.endswith("truncated"):
         weights_BT = weights_BT.clamp(min=floor or 0.0, max=cap)
     else:
@@ -49,3 +46,31 @@ def importance_weights(
             outside_BT = outside_BT | (weights_BT < floor)
         weights_BT = weights_BT.masked_fill(outside_BT, 0.0)
     return torch.where(inside_BT, weights_BT, 1.0)
+
+
+def log_importance(
+    old_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, correction: Correction
+) -> Tensor:
+    """log w before any bound, B×T: of each token, or for `sequence_` corrections of its whole sequence."""
+    log_weights_BT = torch.where(mask_BT.bool(), old_logprobs_BT - sampler_logprobs_BT, 0.0)
+    if correction.startswith("sequence_"):
+        log_weights_BT = log_weights_BT.sum(dim=1, keepdim=True).expand_as(log_weights_BT)
+    return log_weights_BT
+
+
+def weighed_once(mask_BT: Tensor, correction: Correction) -> Tensor:
+    """Where the distinct weights are, B×T bool: every token of the mask, or the first of each sequence."""
+    inside_BT = mask_BT.bool()
+    if not correction.startswith("sequence_"):
+        return inside_BT
+    return inside_BT & (inside_BT.cumsum(dim=1) == 1)
+
+
+def unexplained_gap(old_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, largest_gain: float) -> Tensor:
+    """The part of the gap in each token's logprob that the run's own options do not explain, B×T, in nats, at least 0.
+
+    A cut (top-p …) makes the sampler's logprob larger than the trainer's, by at most `largest_gain`
+    (`Cut.largest_gain`). What lies outside [0, largest_gain] has another cause. Without a cut it is the whole gap.
+    """
+    gap_BT = sampler_logprobs_BT - old_logprobs_BT
+    return (-gap_BT).clamp(min=0) + (gap_BT - largest_gain).clamp(min=0)

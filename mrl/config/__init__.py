@@ -9,6 +9,7 @@ from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
 from mrl.config.orchestrator import OrchestratorConfig, flat_fields, nest
+from mrl.config.overlap import OverlapConfig
 from mrl.config.recipe import load_yaml
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.serving import ServingConfig
@@ -21,6 +22,7 @@ __all__ = [
     "GenerationConfig",
     "ModelConfig",
     "OrchestratorConfig",
+    "OverlapConfig",
     "RewardConfig",
     "RunConfig",
     "RuntimeConfig",

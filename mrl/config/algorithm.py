@@ -98,6 +98,10 @@ class AlgorithmConfig(Section):
     """Upper bound of that ratio; None = none."""
     importance_sampling_floor: float | None = Field(None, gt=0)
     """Lower bound of that ratio; None = none. IcePop is `masked` from 0.5 to 5.0."""
+    max_logprob_gap: float | None = Field(0.1, gt=0)
+    """Largest mean difference between the sampler's and the trainer's logprobs of a step's tokens, in nats, beyond what
+    top-p and its like explain, where both had the same weights (bfloat16: about 0.01). A step above it is warned of
+    with its likely causes, a second one in a row stops the run; None = neither."""
     mask_truncated_completions: bool = False
     """Leave completions that hit the token limit out of the loss (they still count in their group's mean)."""
     max_completion_length: int = Field(1024, ge=1)

@@ -12,6 +12,7 @@ from mrl.algorithms import LOSSES
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
+from mrl.config.overlap import OverlapConfig
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.section import Section, unknown_option
 from mrl.config.serving import ServingConfig
@@ -31,6 +32,7 @@ class OrchestratorConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     serving: ServingConfig = Field(default_factory=ServingConfig)
+    overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     run: RunConfig = Field(default_factory=RunConfig)
     trl: SimpleConfig = Field(default_factory=SimpleConfig)
 
@@ -75,6 +77,23 @@ class OrchestratorConfig(Section):
             raise ConfigError(
                 f"soft_punish_cache: completions end at max_tokens ({sampled}), before the {free} tokens from which "
                 "they would be punished; set max_completion_length to max_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlap_goes_with_the_rest(self) -> Self:
+        overlap, algorithm = self.overlap, self.algorithm
+        if overlap.stale_rollouts == "correct" and algorithm.importance_sampling == "none":
+            raise ConfigError("stale_rollouts: correct needs importance_sampling, e.g. truncated; or use drop")
+        if overlap.async_mode == "pipeline" and algorithm.zero_variance_groups == "resample":
+            raise ConfigError(
+                "zero_variance_groups: resample does not go with async_mode pipeline; use queue, where other groups "
+                "take the places of those that teach nothing as they end"
+            )
+        if self.runtime.sync_weights_every > 1 and overlap.async_mode != "off":
+            raise ConfigError(
+                f"sync_weights_every: weights are sent after every step with async_mode {overlap.async_mode}; use 1, "
+                "and async_mode: queue with max_staleness for older rollouts"
             )
         return self
 

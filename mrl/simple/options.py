@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config import OrchestratorConfig, ServingConfig, flat_fields
+from mrl.config import OrchestratorConfig, OverlapConfig, ServingConfig, flat_fields
 from mrl.errors import ConfigError
 from mrl.simple.trainers import TrainerSpec
 
@@ -122,6 +122,7 @@ MEANINGS: dict[str, Meaning] = {
     ),
     "importance_sampling_cap": Meaning(frozenset(), advice="TRL corrects only for vLLM's sampling"),
     "importance_sampling_floor": Meaning(frozenset(), advice="TRL corrects only for vLLM's sampling"),
+    "max_logprob_gap": Meaning(frozenset(), advice="TRL samples with the trainer's own weights and logprobs"),
     "normalize_advantages": Meaning(frozenset(), advice="TRL's rloo has trl_args: normalize_advantages"),
     "kl_in": Meaning(frozenset(), advice="TRL's grpo has it in the loss, its rloo in the reward"),
     "kl_estimator": Meaning(frozenset(), advice="TRL's grpo takes k3, its rloo k1"),
@@ -157,6 +158,10 @@ MEANINGS: dict[str, Meaning] = {
     **{
         name: Meaning(frozenset(), advice="TRL has options of its own for vLLM: trl_args: vllm_…")
         for name in ServingConfig.model_fields
+    },
+    **{
+        name: Meaning(frozenset(), advice="TRL's trainers generate and train in turn")
+        for name in OverlapConfig.model_fields
     },
     **{
         name: Meaning(frozenset(), advice="the trainer samples from its own weights")

@@ -27,6 +27,7 @@ from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
 from mrl.workers.forward import Forward, evaluating
+from mrl.workers.gap_probe import GapEvidence, GapProbe
 from mrl.workers.lora import add_lora, merged_state_dict
 from mrl.workers.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
 from mrl.workers.objective import Objective, kl_estimator
@@ -95,6 +96,7 @@ class ActorWorker:
         self.optimizer = make_optimizer(self.parameters, config, self.device)
         self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
         self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
+        self.gap_probe = GapProbe(self.forward, self.algorithm.max_logprob_gap)
         self.compiled: CompiledLayers | None = None
         notices = self.forward.notices
         if config.torch_compile:
@@ -119,22 +121,16 @@ class ActorWorker:
         """
         self.step += 1
         torch.manual_seed(derive_seed(self.config.seed, "train", self.step))  # dropout
-        if not batch.samples:
-            return self._pass_over()
-        rows = make_rows(batch, self.device)
-        micro_batches = self._micro_batches(batch.samples)
-        entropy_BT = None
-        if self.objective.needs_entropies or self.dropout:
-            rows.old_logprobs_BT, entropy_BT = self._old_policy(rows, micro_batches)
-        self.objective.prepare(rows, batch, entropy_BT)
-        parts = [rows.take(index) for index in micro_batches]
-        for part in parts:
-            if self.objective.kl_in_loss and part.ref_logprobs_BT is None:
-                part.ref_logprobs_BT = self._reference_logprobs(part)
-        metrics = StepMetrics()
-        for _ in range(self.config.num_iterations):
-            self._update(parts, metrics)
-        return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
+        version = self.gap_probe.begin(self.model, batch.samples)
+        try:
+            return self._train_on(batch, version) if batch.samples else self._pass_over()
+        finally:
+            self.gap_probe.end()
+
+    def gap_evidence(self) -> GapEvidence | None:
+        """What the last step found out about its gap to the samplers; None where it was not above
+        `max_logprob_gap`."""
+        return self.gap_probe.evidence
 
     def reference_logprobs(self, samples: list[Sample], temperature: float) -> list[list[float]]:
         """Logprobs of the samples' tokens under the policy before training, for `Sample.reference_logprobs`; 0 where
@@ -169,6 +165,7 @@ class ActorWorker:
 
     def share_module(self, version: int) -> WeightRef:
         """The live module itself, for workers in this process. An adapter stays active in it."""
+        self.gap_probe.published(self.model, version, shared=True)
         return WeightRef(version, module=self.model)
 
     def write_weights(self, folder: str, version: int, how: str = "files", **options: Any) -> WeightRef:
@@ -176,6 +173,8 @@ class ActorWorker:
         if self.publisher is None:
             self.publisher = Publisher(self.model, self.tokenizer)
         ref: WeightRef = getattr(self.publisher, how)(Path(folder), version, **options)
+        if how != "last_whole":  # which writes once more what was published before
+            self.gap_probe.published(self.model, version)
         return ref
 
     def save_checkpoint(
@@ -217,6 +216,23 @@ class ActorWorker:
 
     # --- one update -------------------------------------------------------------------------------------------------
 
+    def _train_on(self, batch: TrainBatch, version: int | None) -> dict[str, float]:
+        """version: of these weights, as samplers call them."""
+        rows = make_rows(batch, self.device, version)
+        micro_batches = self._micro_batches(batch.samples)
+        entropy_BT = None
+        if self.objective.needs_entropies or self.dropout:
+            rows.old_logprobs_BT, entropy_BT = self._old_policy(rows, micro_batches)
+        self.objective.prepare(rows, batch, entropy_BT)
+        parts = [rows.take(index) for index in micro_batches]
+        for part in parts:
+            if self.objective.kl_in_loss and part.ref_logprobs_BT is None:
+                part.ref_logprobs_BT = self._reference_logprobs(part)
+        metrics = StepMetrics()
+        for _ in range(self.config.num_iterations):
+            self._update(parts, metrics)
+        return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
+
     def _update(self, parts: list[Rows], metrics: StepMetrics) -> None:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -229,6 +245,7 @@ class ActorWorker:
         for part in parts:  # the policy before the first update is what that update's own pass has shown
             if part.old_logprobs_BT is None:
                 part.old_logprobs_BT = part.new_logprobs_BT
+        self.gap_probe.examine(self.model, parts, metrics.unexplained_gap())
         if self.keep_gradient_norms:
             named = ((name, p.grad) for name, p in self.model.named_parameters())
             self.gradient_norms = {name: grad.norm().item() for name, grad in named if grad is not None}

@@ -84,6 +84,17 @@ class Forward:
         where = (layout.row_N, layout.slot_N)
         return empty_BT.index_put(where, logprobs_N), empty_BT.index_put(where, entropy_N)
 
+    def logits(self, model: Any, rows: Rows) -> Tensor:
+        """All logits of the tokens the policy sampled, before any temperature; N×V in the order of `rows.mask_BT`,
+        float32. For few tokens. Call it within `attention`."""
+        layout = self._layout(rows)
+        causal_lm = causal_lm_of(model)
+        with self._autocast():
+            if self.head is None:
+                return _predicting(causal_lm(**_inputs(rows, layout)).logits, layout).float()
+            hidden = causal_lm.get_decoder()(**_inputs(rows, layout)).last_hidden_state
+        return self.head.logits(causal_lm.get_output_embeddings(), _predicting(hidden, layout))
+
     def attention(self) -> contextlib.AbstractContextManager[None]:
         """The models attend as their rows are laid out meanwhile. The backward pass may run parts of them again."""
         return use_packed_attention(self.config) if self.packs else contextlib.nullcontext()

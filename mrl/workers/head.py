@@ -43,6 +43,10 @@ class OutputHead:
             **options,
         )
 
+    def logits(self, linear: Any, hidden_NH: Tensor) -> Tensor:
+        """All logits of some tokens, N×V, float32."""
+        return self.transform(linear(hidden_NH.to(linear.weight.dtype) * self.hidden_scale)).float()
+
 
 @torch.no_grad()
 def find_head(causal_lm: Any, device: torch.device) -> OutputHead | None:

@@ -9,7 +9,7 @@ from mrl.algorithms import LOSSES
 from mrl.algorithms.base import LossSettings, LossTerms, token_weights
 from mrl.algorithms.entropy import top_entropy_mask
 from mrl.algorithms.kl import KLEstimator, estimate_kl
-from mrl.algorithms.mismatch import importance_weights
+from mrl.algorithms.mismatch import importance_weights, log_importance, unexplained_gap, weighed_once
 from mrl.algorithms.ratio import importance_ratio
 from mrl.config import AlgorithmConfig
 from mrl.types import TrainBatch
@@ -90,7 +90,9 @@ class Objective:
             "clipped_high_fraction": policy.clipped_high_BT,
             "importance_weight": correction_BT,
             "logprob_gap": (trainer_BT - part.sampler_logprobs_BT).abs(),
+            "sampler_kl": part.sampler_logprobs_BT - trainer_BT,
         }
+        self._compare_with_sampler(part, trainer_BT, correction_BT, metrics)
         if self.config.importance_sampling.endswith("masked"):
             values["importance_masked_fraction"] = correction_BT == 0
         assert part.kept_BT is not None  # `prepare` has seen the batch
@@ -110,6 +112,18 @@ class Objective:
         if part.entropy_weights_BT is not None:
             loss = loss - torch.where(part.kept_BT > 0, entropy_BT, 0.0).mul(part.entropy_weights_BT).sum()
         return loss
+
+    def _compare_with_sampler(
+        self, part: Rows, trainer_BT: Tensor, correction_BT: Tensor, metrics: StepMetrics
+    ) -> None:
+        """What the importance weights are worth, and what of the gap nothing explains."""
+        correction = self.config.importance_sampling
+        log_weights_BT = log_importance(trainer_BT, part.sampler_logprobs_BT, part.mask_BT, correction)
+        once_BT = weighed_once(part.mask_BT, correction)
+        metrics.importance(log_weights_BT[once_BT], None if correction == "none" else correction_BT[once_BT])
+        if part.fresh_BT is not None:
+            gap_BT = unexplained_gap(trainer_BT, part.sampler_logprobs_BT, part.cut.largest_gain)
+            metrics.unexplained(gap_BT[part.fresh_BT])
 
 
 def loss_settings(config: AlgorithmConfig) -> LossSettings:

@@ -61,11 +61,15 @@ class PolicyClient:
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """One completion per request, in order. Raises EngineError, WorkerDied."""
-        for worker in self.workers:
-            await self._meet(worker)
+        await self.meet()
         if all(self.capacity[worker.name] is not None for worker in self.workers):
             return await _all([self._one(request) for request in requests])
         return await self._in_shares(requests)
+
+    async def meet(self) -> None:
+        """Ask workers that are new how they want their work. Done here, the first calls go out in their order."""
+        for worker in self.workers:
+            await self._meet(worker)
 
     async def sync(self, method: WeightSync, actor: WorkerHandle, version: int) -> SyncReport:
         """Give every worker the actor's weights as `version`. A worker that fails to take them is replaced by one that

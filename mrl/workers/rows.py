@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.algorithms.sampler_fits import Cut
 from mrl.types import Sample, TrainBatch
+
+NO_CUT = Cut()
 
 
 @dataclass
@@ -33,6 +36,10 @@ class Rows:
     kept_BT: Tensor | None = None
     """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
     entropy_weights_BT: Tensor | None = None
+    fresh_BT: Tensor | None = None
+    """Whether a trained token was sampled by the very weights that are trained now; None = none was."""
+    cut: Cut = NO_CUT
+    """How the samplers were told to cut the distribution."""
     layout: Any = None
     """How the rows went through the model the last time (see mrl.workers.forward), for the next pass over them."""
 
@@ -49,7 +56,8 @@ class Rows:
         return replace(self, samples=[self.samples[i] for i in index], layout=None, **cut)  # type: ignore[arg-type]
 
 
-def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
+def make_rows(batch: TrainBatch, device: torch.device, version: int | None = None) -> Rows:
+    """version: of the weights that are trained, before the step; None = they were never given to a sampler."""
     samples = batch.samples
     longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
     completion = max(len(s.completion_ids) for s in samples)
@@ -61,6 +69,9 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
         return filled.to(device)
 
     mask_BT = table([s.mask for s in samples], completion, torch.float32)
+    fresh_BT = None
+    if version is not None:
+        fresh_BT = table([_is_version(s, version) for s in samples], completion, torch.bool) & mask_BT.bool()
     reference = [s.reference_logprobs for s in samples]
     return Rows(
         samples=samples,
@@ -73,10 +84,17 @@ def make_rows(batch: TrainBatch, device: torch.device) -> Rows:
         sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
         temperature=batch.temperature,
         weights_BT=torch.empty_like(mask_BT),
+        fresh_BT=fresh_BT,
+        cut=Cut(batch.top_p, batch.top_k, batch.min_p),
         ref_logprobs_BT=None
         if any(values is None for values in reference)
         else table([values or [] for values in reference], completion, torch.float32),
     )
+
+
+def _is_version(sample: Sample, version: int) -> list[bool]:
+    given = sample.policy_version
+    return [given == version] * len(sample.completion_ids) if isinstance(given, int) else [v == version for v in given]
 
 
 def _advantages(batch: TrainBatch, table: Callable[..., Tensor], mask_BT: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,9 @@ class StepMetrics:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.skipped = 0
+        self.weights = WeightSums()
+        self.fresh_tokens = 0
+        self.unexplained_sum = 0.0
 
     def tokens(self, mask_BT: Tensor, **values_BT: Tensor) -> None:
         on_N = mask_BT.bool()
@@ -29,6 +33,20 @@ class StepMetrics:
                 largest = value_N.max().item()
                 self.maxima[name] = largest if math.isnan(largest) else max(self.maxima.get(name, largest), largest)
 
+    def importance(self, log_weights_N: Tensor, bounded_N: Tensor | None) -> None:
+        """Weights of the sampler/trainer correction, one of each token or sequence. bounded_N: as they were used; None
+        = they were not."""
+        self.weights.add(log_weights_N, bounded_N)
+
+    def unexplained(self, gap_N: Tensor) -> None:
+        """What nothing explains of the gap, of tokens sampled by the very weights that are trained."""
+        self.fresh_tokens += gap_N.numel()
+        self.unexplained_sum += gap_N.double().sum().item()
+
+    def unexplained_gap(self) -> float | None:
+        """Its mean, in nats per token; None where there was no such token."""
+        return self.unexplained_sum / self.fresh_tokens if self.fresh_tokens else None
+
     def update(self, loss: float, grad_norm: float, *, skipped: bool) -> None:
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
@@ -36,6 +54,7 @@ class StepMetrics:
 
     def summary(self) -> dict[str, float]:
         count = max(self.count, 1.0)
+        unexplained = self.unexplained_gap()
         return {
             "train/loss": sum(self.losses) / len(self.losses),
             "train/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
@@ -43,4 +62,36 @@ class StepMetrics:
             "train/tokens": self.count / len(self.losses),
             **{f"train/{name}": total / count for name, total in self.sums.items()},
             **{f"train/{name}_max": value for name, value in self.maxima.items()},
+            **self.weights.summary(),
+            **({} if unexplained is None else {"train/logprob_gap_unexplained": unexplained}),
         }
+
+
+class WeightSums:
+    """Sums over importance weights, as logarithms: a sequence's weight, a product over its tokens, leaves any float."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.log_sum = self.log_squares = self.log_dropped = torch.tensor(-torch.inf, dtype=torch.float64)
+        self.bounded = False
+
+    def add(self, log_weights_N: Tensor, bounded_N: Tensor | None) -> None:
+        """bounded_N: what truncation or masking left of the weights; None = all."""
+        log_weights_N = log_weights_N.double().cpu()
+        self.count += log_weights_N.numel()
+        self.log_sum = torch.logaddexp(self.log_sum, log_weights_N.logsumexp(0))
+        self.log_squares = torch.logaddexp(self.log_squares, (2 * log_weights_N).logsumexp(0))
+        if bounded_N is not None:
+            self.bounded = True
+            # Through the weight's own rounding a weight within the bounds would seem to lose a last bit.
+            left_N = bounded_N.double().cpu() * torch.exp(-log_weights_N)
+            lost_N = torch.where(left_N < 1 - 1e-6, 1 - left_N, 0.0)
+            self.log_dropped = torch.logaddexp(self.log_dropped, (log_weights_N + lost_N.log()).logsumexp(0))
+
+    def summary(self) -> dict[str, float]:
+        if not self.count:
+            return {}
+        fractions = {"train/effective_sample_fraction": torch.exp(2 * self.log_sum - self.log_squares) / self.count}
+        if self.bounded:
+            fractions["train/importance_dropped_fraction"] = torch.exp(self.log_dropped - self.log_sum)
+        return {name: value.item() for name, value in fractions.items()}

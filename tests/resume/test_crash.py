@@ -160,6 +160,30 @@ def test_a_few_kills(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     assert sum(died.values()) == 6
 
 
+def test_a_few_kills_with_the_next_step_in_flight(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
+    died = check(zygote, tiny_model, tmp_path, kills=4, seed=5, max_steps=16, async_mode="pipeline")
+    assert sum(died.values()) == 4
+
+
+def test_a_queue_that_is_killed_loses_no_task_and_repeats_none(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
+    """Its groups depend on who was faster; that each task is trained on once an epoch, or counted, does not."""
+    options = options_for(tiny_model, tmp_path, async_mode="queue", max_staleness=2, max_steps=21)
+    died = run_with_kills(zygote, options, kills=5, seed=3)
+    assert sum(died.values()) == 5
+    metrics = list(read_rows(tmp_path, "metrics"))
+    assert [row["step"] for row in metrics] == list(range(1, 22))
+    trained = Counter(row["task_id"] for row in read_rows(tmp_path, "rollouts") if row["status"] == "ok")
+    dropped = int(sum(row["rollout/dropped_groups"] for row in metrics))
+    last = newest_intact(tmp_path)[0]
+    assert last is not None
+    assert last.state["in_flight"]["tickets"] == []
+    drawn = last.state["order"]["epoch"] * len(TASKS) + last.state["order"]["position"]
+    assert sum(trained.values()) == 3 * (drawn - dropped)
+    if not dropped:
+        assert set(trained.values()) == {3 * drawn // len(TASKS)}
+    assert max(row["rollout/staleness_max"] for row in metrics) <= 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_fifty_kills_over_a_run(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
@@ -177,8 +201,9 @@ def test_fifty_kills_over_a_run(zygote: Zygote, tiny_model: str, tmp_path: Path)
         {"num_iterations": 2, "lr_scheduler_type": "cosine", "warmup_steps": 3},
         {"weight_sync_method": "direct", "gradient_accumulation_steps": 2},
         {"sync_weights_every": 3, "save_steps": 2, "num_rollout_workers": 2},
+        {"async_mode": "pipeline", "save_steps": 2},
     ],
-    ids=["lora", "reuse", "direct", "stale_samplers"],
+    ids=["lora", "reuse", "direct", "stale_samplers", "pipeline"],
 )
 def test_kills_in_other_kinds_of_runs(zygote: Zygote, tiny_model: str, tmp_path: Path, changes: dict[str, Any]) -> None:
     died = check(zygote, tiny_model, tmp_path, kills=15, seed=3, max_steps=150, **changes)
