@@ -76,6 +76,8 @@ def test_a_run_outlives_its_engine(
         num_generations=4,
         max_completion_length=100,
         max_model_len=256,
+        temperature=1.0,
+        top_p=1.0,
         learning_rate=1e-2,
         engine="vllm",
         num_rollout_workers=1,
