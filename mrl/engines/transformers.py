@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 
 from mrl.engines.decode_queue import Limits
+from mrl.engines.decode_step import StepKind
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_decode import decode
 from mrl.engines.transformers_model import CausalLM
@@ -46,6 +47,8 @@ class TransformersEngine:
     max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
         GPU) words. Neither bound changes what is sampled.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
+    decode_step: `eager` (a cache that grows), `static` (one of fixed size; on CUDA recorded as CUDA graphs), or `auto`:
+        static on CUDA, for models that can.
     version: the policy version the model holds now.
 
     Raises EngineError when the model cannot be served: see `CausalLM`.
@@ -60,6 +63,7 @@ class TransformersEngine:
         max_batch_tokens: int | None = None,
         max_rows: int | None = None,
         autocast_dtype: torch.dtype | None = None,
+        decode_step: StepKind = "auto",
         version: int = 0,
     ) -> None:
         if max_model_len < 2:
@@ -67,8 +71,8 @@ class TransformersEngine:
         self.version = version
         self._stop_strings = StopStrings(tokenizer)
         self._max_model_len = max_model_len
-        self._autocast_dtype = autocast_dtype
-        self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype)
+        self._autocast_dtype, self._decode_step = autocast_dtype, decode_step
+        self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype, decode_step)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         # A single thread of its own: calls queue up in order and cannot use up the event loop's shared threads, and
@@ -91,6 +95,7 @@ class TransformersEngine:
             max_model_len=context_length(model.config, config.max_model_len),
             max_rows=config.max_decode_rows,
             autocast_dtype=autocast_dtype(config, device),
+            decode_step=config.decode_step,
         )
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
@@ -184,7 +189,7 @@ class TransformersEngine:
         if module is self._lm.module:
             return
         try:
-            self._lm = CausalLM(module, self._max_model_len, self._autocast_dtype)
+            self._lm = CausalLM(module, self._max_model_len, self._autocast_dtype, self._decode_step)
         except EngineError as e:
             raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
 
