@@ -24,6 +24,7 @@ EVAL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_samples": None, "max_tok
 POLICY_OPTIONS = [
     *("revision", "trust_remote_code", "dtype", "device", "max_model_len", "prompt_format", "system_prompt"),
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "engine", "max_decode_rows"),
+    "decode_step",
 ]
 EVAL_OPTIONS = [
     *("dataset_name", "dataset_config", "dataset_split", "prompt_column", "rename", "max_samples"),

@@ -30,7 +30,8 @@ class ModelConfig(Section):
     machine's memory is good for. It changes no completion, only memory and speed."""
     decode_step: Literal["auto", "eager", "static"] = "auto"
     """How engine `transformers` takes a decoding step: `eager`, on a cache that grows, or `static`, on one of fixed
-    size whose steps are recorded and replayed as CUDA graphs; `auto` = static on CUDA for models that can, else eager."""
+    size, on CUDA by replaying CUDA graphs; `auto` = static on CUDA for models that can, else eager. It changes no
+    completion, only memory and speed."""
     use_lora: bool = False
     """Train a low-rank adapter (LoRA, arXiv 2106.09685) instead of all weights."""
     lora_r: int = Field(16, ge=1)
