@@ -51,7 +51,7 @@ class TrainingConfig(Section):
     """Compile the model's layers with `torch.compile` for training: a minute at the start, faster steps on GPUs. Where
     compiling fails the run says so and goes on without."""
     use_liger_kernel: bool = False
-    """Run norms, rotary positions and gated MLPs on Liger's kernels (CUDA; `pip install 'mrl[liger]'`), never its losses.
+    """Run norms, rotary positions and gated MLPs on Liger's kernels (CUDA; `pip install 'mrl[liger]'`), never its loss.
     Refused where there are none."""
     offload_optimizer: bool = False
     """Keep AdamW's state, and do its arithmetic, in host memory: 8 bytes per trained parameter less on the GPU, for a
