@@ -50,6 +50,8 @@ class StaticStep:
         self.cache = StaticCache(len(lm.windows), lm.device)
         self.recorder = lm.new_recorder()
         self.ids_R = torch.zeros(0, dtype=torch.int64, device=lm.device)
+        self.logits_RV = torch.zeros(0, lm.vocab_size, device=lm.device)
+        """One memory for the results of all recordings: each would keep its own."""
         self.columns = 0
         """Tokens of the longest row that runs."""
         self.warm: dict[tuple[int, int], int] = {}
@@ -64,6 +66,7 @@ class StaticStep:
         if not self.cache.fits(rows, reach):
             self.recorded, self.warm = {}, {}  # they write into the old buffers
             self.cache.resize(rows, -(-reach // 8) * 8, like=part.cache)
+            self.logits_RV = part.logits_PV.new_zeros(self.cache.rows, part.logits_PV.shape[1])
             self.ids_R = torch.zeros(self.cache.rows, dtype=torch.int64, device=self.lm.device)
         lengths_P = torch.tensor([len(prompt) for prompt in part.prompts], device=self.lm.device)
         self.cache.put(slots_N, part.cache, index_N, lengths_P[index_N], max(map(len, part.prompts)))
@@ -93,7 +96,8 @@ class StaticStep:
             return self.recorded[size]()
 
         def run() -> Tensor:
-            return self.lm.step(self.ids_R[:rows], self.cache.positions_R[:rows], room, self.cache)
+            logits_RV = self.lm.step(self.ids_R[:rows], self.cache.positions_R[:rows], room, self.cache)
+            return self.logits_RV[:rows].copy_(logits_RV)
 
         if self.recorder is None:
             return run()

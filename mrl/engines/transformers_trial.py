@@ -135,7 +135,7 @@ def _static_walk(lm: CausalLM) -> Walked:
         """lengths: of each row's sequence, with the token that is given to the step."""
         tokens = [ids[row][length - 1] for row, length in zip(rows, lengths, strict=True)]
         step.measure([length - 1 for length in lengths])
-        logits = step.forward(torch.tensor(tokens, device=lm.device), torch.tensor(lengths, device=lm.device))
+        logits = step.forward(torch.tensor(tokens, device=lm.device), torch.tensor(lengths, device=lm.device)).clone()
         pairs.extend(
             (row, length - 1, logits[at].float()) for at, (row, length) in enumerate(zip(rows, lengths, strict=True))
         )

@@ -14,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mrl.config import ModelConfig
 from mrl.engines import cuda_graphs, transformers_decode
 from mrl.engines.static_cache import StaticLayer
 from mrl.engines.static_step import MIN_COLUMNS, WARM_UP_STEPS, StaticStep, size_for
 from mrl.engines.transformers import TransformersEngine
 from mrl.engines.transformers_model import CausalLM
 from mrl.errors import EngineError
-from mrl.types import Completion, GenerateRequest, SamplingParams
+from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
 from tests.engines.test_architectures import ARCHITECTURES, OWN, VOCAB, build
 
 SYNCS = {"aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.equal", "aten.is_nonzero"}
@@ -150,6 +152,47 @@ def test_unused_rows_and_what_lies_behind_a_rows_end_are_never_seen(monkeypatch)
     assert_same(generate(static_engine(model, None, max_rows=7), requests()), expected)
 
 
+class Casts(TorchDispatchMode):
+    """The shapes of what is cast to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+class TracesUnderAutocast(Traces):
+    """Tracing switches off autocast's memory of what it has cast, which a capture does not: look beforehand."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        with Casts() as casts:
+            run()
+        self.cast_shapes = casts.shapes
+        return super().record(run)
+
+
+def test_recordings_under_autocast_need_no_casts_of_weights_and_end_with_the_call():
+    """The casts are made while warming up; in the next call, after an update, they are others."""
+    model, traces = build("llama"), TracesUnderAutocast()
+    engines = [
+        TransformersEngine(model, None, max_model_len=128, decode_step="static", autocast_dtype=torch.bfloat16)
+        for _ in range(2)
+    ]
+    engines[1]._lm.new_recorder = lambda: traces
+    for _ in range(2):
+        direct, replayed = (asyncio.run(engine.generate(requests())) for engine in engines)
+        assert_same(replayed, direct)
+        assert traces.cast_shapes
+        assert not {tuple(p.shape) for p in model.parameters() if p.dim() == 2} & set(traces.cast_shapes)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1.05
+
+
 # --- what a recorded step is ------------------------------------------------------------------------------------------
 
 
@@ -173,8 +216,11 @@ def test_buffers_keep_their_place_between_steps_and_batches():
 
     def watched(self: StaticStep, rows: int, room: int) -> Tensor:
         buffers = [buffer for layer in self.cache.static_layers for buffer in layer._buffers]
-        places.append(tuple(t.data_ptr() for t in (*buffers, self.ids_R, self.cache.positions_R, self.cache.rows_R)))
-        return real(self, rows, room)
+        own = (self.ids_R, self.logits_RV, self.cache.positions_R, self.cache.rows_R)
+        places.append(tuple(tensor.data_ptr() for tensor in (*buffers, *own)))
+        result = real(self, rows, room)
+        assert result.data_ptr() == self.logits_RV.data_ptr()
+        return result
 
     engine = static_engine(model, None, max_rows=4)
     with pytest.MonkeyPatch.context() as patch:
@@ -233,6 +279,17 @@ def test_static_steps_with_other_logits_are_not_taken(monkeypatch):
 
 def test_auto_is_eager_on_cpu():
     assert not CausalLM(build("llama"), 128, None).static
+
+
+def test_the_option_reaches_the_engine_and_the_modules_it_adopts(tiny_model):
+    engine = TransformersEngine.create(ModelConfig(model=tiny_model, max_model_len=32, decode_step="static"))
+    assert engine._lm is not None
+    first = engine._lm
+    assert first.static
+    engine.load_weights(WeightRef(1, module=AutoModelForCausalLM.from_pretrained(tiny_model)))
+    assert engine._lm is not first
+    assert engine._lm.static
+    engine.close()
 
 
 # --- CUDA's part ------------------------------------------------------------------------------------------------------
