@@ -28,10 +28,13 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture it; the result's tensor is the same at every replay. Raises RuntimeError when CUDA refuses."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (the actor's, another engine's) may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            output = run()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            # Other threads (the actor's, another engine's) may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                output = run()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails as it ends leaves the thread on its own stream
 
         def replay() -> Tensor:
             graph.replay()

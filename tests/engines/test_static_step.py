@@ -322,6 +322,9 @@ class FakeCuda:
         assert (pool, capture_error_mode) == ("pool", "thread_local")
         return self
 
+    def set_stream(self, stream: Any) -> None:
+        self.calls.append("set_stream")
+
     def replay(self) -> None:
         self.calls.append("replay")
 
@@ -346,6 +349,18 @@ def test_cuda_graphs_warm_up_on_the_recording_stream_and_replay_into_one_tensor(
     assert fake.calls == ["wait", "enter", "run", "exit", "wait", "record_stream"]
     fake.calls.clear()
     replay = graphs.record(run)
-    assert fake.calls == ["enter", "run", "exit"]
+    assert fake.calls == ["enter", "run", "exit", "set_stream"]
     assert replay() is replay() is output
-    assert fake.calls[3:] == ["replay", "replay"]
+    assert fake.calls[4:] == ["replay", "replay"]
+
+
+def test_a_capture_that_fails_gives_the_thread_its_stream_back(monkeypatch):
+    class Invalidated(FakeCuda):
+        def __exit__(self, *_error: object) -> None:
+            raise RuntimeError("capture was invalidated")
+
+    fake = Invalidated()
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", fake)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        cuda_graphs.CudaGraphs(torch.device("cpu")).record(lambda: torch.ones(1))
+    assert fake.calls == ["enter", "set_stream"]
