@@ -25,6 +25,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from mrl.engines.decode_step import StepKind
 from mrl.engines.transformers import TransformersEngine
 from mrl.types import GenerateRequest, SamplingParams
 
@@ -87,6 +88,7 @@ def main() -> None:
     )
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads")
+    parser.add_argument("--decode-step", choices=("auto", "eager", "static"), default="auto", help="the engine's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -98,14 +100,14 @@ def main() -> None:
     print("|---|---|---:|---:|---:|---:|")
     for case in CASES:
         if options.only in (None, case.model) and options.case in case.name:
-            report(case, options.repeats or (7 if case.model == "1M" else 3), options.device)
+            report(case, options.repeats or (7 if case.model == "1M" else 3), options)
 
 
-def report(case: Case, repeats: int, device: str) -> None:
+def report(case: Case, repeats: int, options: argparse.Namespace) -> None:
     """Run both sides by turns and print the table's row."""
-    model = build(SHAPES[case.model], case.mean_tokens).to(device)
+    model = build(SHAPES[case.model], case.mean_tokens).to(options.device)
     ours, theirs, tokens = [], [], []
-    mrl, generate = with_engine(model, case), with_generate(model, case)
+    mrl, generate = with_engine(model, case, options.decode_step), with_generate(model, case)
     mrl(0), generate(0)
     for repeat in range(1, repeats + 1):
         for run, speeds in ((mrl, ours), (generate, theirs)):
@@ -152,9 +154,9 @@ def prompts(vocab_size: int, count: int, ragged: bool) -> list[tuple[int, ...]]:
     return [beginning + words(OWN[number % len(OWN) if ragged else 0]) for number in range(count)]
 
 
-def with_engine(model: PreTrainedModel, case: Case) -> Callable[[int], int]:
+def with_engine(model: PreTrainedModel, case: Case, decode_step: StepKind) -> Callable[[int], int]:
     """Runs the case by the engine; returns the tokens sampled."""
-    engine = TransformersEngine(model, None, max_model_len=1024, max_rows=ROWS)
+    engine = TransformersEngine(model, None, max_model_len=1024, max_rows=ROWS, decode_step=decode_step)
     sampling = SamplingParams(max_tokens=case.max_tokens)
     different = prompts(model.config.vocab_size, case.requests // GENERATIONS, case.ragged)
 

@@ -25,6 +25,7 @@ POLICY_OPTIONS = [
     *("revision", "trust_remote_code", "dtype", "device", "max_model_len", "prompt_format", "system_prompt"),
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "engine", "max_decode_rows"),
     *("vllm_python", "vllm_urls", "vllm_model_name", "tensor_parallel_size", "gpu_memory_utilization"),
+    "decode_step",
 ]
 EVAL_OPTIONS = [
     *("dataset_name", "dataset_config", "dataset_split", "prompt_column", "rename", "max_samples"),

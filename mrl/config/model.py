@@ -28,6 +28,10 @@ class ModelConfig(Section):
     max_decode_rows: int | None = Field(None, ge=1)
     """Completions that a rollout worker decodes at once; the others wait until one ends. None = as many as the
     machine's memory is good for. It changes no completion, only memory and speed."""
+    decode_step: Literal["auto", "eager", "static"] = "auto"
+    """How engine `transformers` takes a decoding step: `eager`, on a cache that grows, or `static`, on one of fixed
+    size, on CUDA by replaying CUDA graphs; `auto` = static on CUDA for models that can, else eager. It changes no
+    completion, only memory and speed."""
     use_lora: bool = False
     """Train a low-rank adapter (LoRA, arXiv 2106.09685) instead of all weights."""
     lora_r: int = Field(16, ge=1)

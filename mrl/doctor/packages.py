@@ -18,6 +18,7 @@ OPTIONAL = {
     "trl": "simple mode",
     "reasoning-gym": "tasks",
     "math-verify": "reward",
+    "liger-kernel": "GPU kernels",
     "modal": "sandbox",
     "wandb": "tracker",
     "trackio": "tracker",

@@ -101,6 +101,10 @@ class GrowingLayer(DynamicLayer):
         keys, values = self._buffers
         return keys[:, :, first : self.end], values[:, :, first : self.end]
 
+    def states(self) -> list[Tensor]:
+        """Keys and values of the columns in use."""
+        return [buffer[:, :, self.start : self.end] for buffer in self._buffers]
+
     def get_seq_length(self) -> int:
         return self.end - self.start
 
@@ -128,8 +132,7 @@ class GrowingLayer(DynamicLayer):
     def take(self, columns_BT: Tensor) -> None:
         """Reorder columns: column t of row b becomes what was column `columns_BT[b, t]`."""
         rows_B1 = torch.arange(len(columns_BT), device=columns_BT.device)[:, None]
-        live = [buffer[:, :, self.start : self.end].transpose(1, 2) for buffer in self._buffers]
-        self._buffers = [buffer[rows_B1, columns_BT].transpose(1, 2) for buffer in live]
+        self._buffers = [s.transpose(1, 2)[rows_B1, columns_BT].transpose(1, 2) for s in self.states()]
         self.start, self.end = 0, columns_BT.shape[1]
 
     def _make_room(self, new: int) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from mrl.engines.decode_calls import Call, DecodeThread
 from mrl.engines.decode_queue import Job, Limits, jobs_of
+from mrl.engines.decode_step import StepKind
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_decode import decode
 from mrl.engines.transformers_model import CausalLM
@@ -43,6 +44,8 @@ class TransformersEngine:
         GPU) words. Neither bound changes what is sampled.
     continuous: requests of different calls decode together, whenever they come; otherwise calls wait for each other.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
+    decode_step: `eager` (a cache that grows), `static` (one of fixed size; on CUDA recorded as CUDA graphs), or `auto`:
+        static on CUDA, for models that can.
     version: the policy version the model holds now.
 
     Raises EngineError when the model cannot be served: see `CausalLM`.
@@ -58,6 +61,7 @@ class TransformersEngine:
         max_rows: int | None = None,
         continuous: bool = False,
         autocast_dtype: torch.dtype | None = None,
+        decode_step: StepKind = "auto",
         version: int = 0,
     ) -> None:
         if max_model_len < 2:
@@ -65,8 +69,8 @@ class TransformersEngine:
         self.version = version
         self._stop_strings = StopStrings(tokenizer)
         self._max_model_len = max_model_len
-        self._autocast_dtype = autocast_dtype
-        self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype)
+        self._autocast_dtype, self._decode_step = autocast_dtype, decode_step
+        self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype, decode_step)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         self.capacity = self._limits.max_rows if continuous else None
@@ -87,6 +91,7 @@ class TransformersEngine:
             max_rows=config.max_decode_rows,
             continuous=continuous,
             autocast_dtype=autocast_dtype(config, device),
+            decode_step=config.decode_step,
         )
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
@@ -165,7 +170,7 @@ class TransformersEngine:
         if module is self._lm.module:
             return
         try:
-            self._lm = CausalLM(module, self._max_model_len, self._autocast_dtype)
+            self._lm = CausalLM(module, self._max_model_len, self._autocast_dtype, self._decode_step)
         except EngineError as e:
             raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
 

@@ -7,10 +7,9 @@ row copied to the requests that share it. When nothing waits any more, rows that
 Models that keep their own kind of cache (see `CausalLM`) cannot have single rows replaced: there the next requests
 begin when all rows have ended.
 
-Decoding can be interrupted between two tokens, for other weights: what was sampled is kept, and goes on from there.
+Keys and values, and the model's step on them, are a `DecodeStep`'s: see mrl.engines.decode_step.
 
-Left out: CUDA graphs of the step. They want a cache of fixed size, against which the in-place cache here would have to
-be measured on such a device.
+Decoding can be interrupted between two tokens, for other weights: what was sampled is kept, and goes on from there.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from mrl.engines.decode_queue import Begun, Job, Limits, first_that_fit, in_order
-from mrl.engines.kv_cache import GrowingCache, select_rows
+from mrl.engines.decode_step import DecodeStep, EagerStep
 from mrl.engines.requests import versions_per_token
 from mrl.engines.sampling import RowParams, sample
+from mrl.engines.static_step import StaticStep
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_model import CausalLM
 from mrl.engines.transformers_prefill import Prefilled, Prefiller, TokenIds
@@ -108,11 +107,7 @@ class _Batch:
         """Whether rows ended since requests were last let in."""
         self.steps_per_check = STEPS_PER_CHECK.get(self.device.type, 4)
 
-        self.cache: Cache
-        self.columns = 0
-        """Of the cache that are in use; the rows end at the last one."""
-        self.padded = False
-        """Whether some row begins after the first one."""
+        self.step: DecodeStep = (StaticStep if lm.static else EagerStep)(lm, limits.max_model_len)
         self.logits_BV: Tensor
         self.token_B: Tensor
         self.done_B: Tensor
@@ -192,7 +187,8 @@ class _Batch:
         for _ in jobs:
             self.queue.popleft()
         if not self.running:
-            self.rows, self.cache = [], self.lm.new_cache()  # before the prefill, which needs memory too
+            self.rows = []
+            self.step.clear()  # before the prefill, which needs memory too
         free = [slot for slot, row in enumerate(self.rows) if row is None]
         slots = [*free[: len(jobs)], *range(len(self.rows), len(self.rows) + len(jobs) - len(free))]
         fresh, total = not self.running, max(len(self.rows), slots[-1] + 1)
@@ -236,13 +232,8 @@ class _Batch:
         index = [p for p, slots in enumerate(slots_P) for _ in slots]
         index_N = torch.tensor(index, device=self.device)
         slots_N = torch.tensor([slot for slots in slots_P for slot in slots], device=self.device)
-        length = max(map(len, part.prompts))
-        if isinstance(part.cache, GrowingCache):
-            assert isinstance(self.cache, GrowingCache)
-            self.cache.put(slots_N, total, part.cache, index_N, length, room=min(self.ids_BT.shape[1], FIRST_ROOM))
-        else:
-            self.cache, self.columns = part.cache, length
-            select_rows(self.cache, index_N)
+        room, reach = min(self.ids_BT.shape[1], FIRST_ROOM), max(row.job.reach for row in self.rows if row is not None)
+        self.step.put(part, index_N, slots_N, total, room=room, reach=reach)
         if fresh or len(self.logits_BV) < total:
             logits_BV = part.logits_PV.new_zeros(total, part.logits_PV.shape[1])
             if not fresh:
@@ -284,15 +275,7 @@ class _Batch:
     def forward(self) -> None:
         """Logits after the tokens just sampled."""
         self.clock += 1
-        self.columns += 1
-        length_B = self.offset_B + self.clock
-        seen_BL: Tensor | None = None
-        if self.padded:
-            columns_L = torch.arange(self.columns, device=self.device)
-            seen_BL = columns_L >= (self.columns - length_B)[:, None]
-        # A row that ended runs along until it is replaced or dropped; its position must stay one the model has.
-        position_B1 = (length_B - 1).clamp(max=self.limits.max_model_len - 1)[:, None]
-        self.logits_BV = self.lm.forward(self.token_B[:, None], position_B1, seen_BL, self.cache, keep=1)[:, 0]
+        self.logits_BV = self.step.forward(self.token_B, self.offset_B + self.clock)
 
     # --- rows that end ----------------------------------------------------------------------------------------------
 
@@ -335,7 +318,7 @@ class _Batch:
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
         kept_B = torch.tensor(kept, device=self.device)
         self.rows = [self.rows[slot] for slot in kept]
-        select_rows(self.cache, kept_B)
+        self.step.keep(kept_B)
         self.ids_BT, self.logprobs_BT, self.token_B = (
             self.ids_BT[kept_B],
             self.logprobs_BT[kept_B],
@@ -360,14 +343,10 @@ class _Batch:
         self.measure()
 
     def measure(self) -> None:
-        """How many columns of the cache are in use, and whether some row has padding in them."""
+        """Tell the step how many tokens the running rows hold."""
         lengths = {row.offset + self.clock for row in self.rows if row is not None}
-        if not lengths:
-            return
-        if isinstance(self.cache, GrowingCache):
-            self.columns = max(lengths)
-            self.cache.keep_columns(self.columns)
-        self.padded = lengths != {self.columns}
+        if lengths:
+            self.step.measure(lengths)
 
 
 def _stop_table(stop_ids: list[frozenset[int]], device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from mrl.engines.cuda_graphs import CudaGraphs
 from mrl.engines.decode_attention import use_grouped_sdpa
+from mrl.engines.decode_step import StepKind
 from mrl.engines.kv_cache import GrowingCache, layer_windows
-from mrl.engines.transformers_trial import fastest_path
+from mrl.engines.static_step import Recorder
+from mrl.engines.transformers_trial import fastest_path, takes_static_steps
 from mrl.errors import EngineError
 
 Path = Literal["own masks", "model's masks", "model's cache"]
@@ -32,10 +36,17 @@ class CausalLM:
     Which way is tried out when it is built: the fastest whose logits are those of plain forwards (see `fastest_path`).
 
     Raises EngineError for a model the decode loop cannot serve: encoder-decoder, without a selectable cache, without
-    explicit positions, PEFT prompt learning, or with fewer positions than `max_model_len`.
+    explicit positions, PEFT prompt learning, or with fewer positions than `max_model_len`; and for one that cannot take
+    static steps where `decode_step` asks for them.
     """
 
-    def __init__(self, module: nn.Module, max_model_len: int, autocast_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        max_model_len: int,
+        autocast_dtype: torch.dtype | None,
+        decode_step: StepKind = "auto",
+    ) -> None:
         self.module = module
         self.inner = _without_peft(module)
         self.config = self.inner.config
@@ -49,6 +60,9 @@ class CausalLM:
         self.limits_logits = "logits_to_keep" in accepted
         self.windows = layer_windows(self.config)
         self.path: Path = fastest_path(self)
+        self._decode_step, self._records = decode_step, self.device.type == "cuda"
+        self.static = self._decodes_static()
+        """Whether decoding takes static steps."""
 
     @property
     def device(self) -> torch.device:
@@ -89,6 +103,21 @@ class CausalLM:
             return GrowingCache(self.config, self.windows)
         return DynamicCache(config=self.config)
 
+    def new_recorder(self) -> Recorder | None:
+        """What static steps are recorded with; None = they are called directly."""
+        return CudaGraphs(self.device) if self._records else None
+
+    def refuse_recording(self, error: RuntimeError) -> None:
+        """No step of this model is recorded any more; with `auto`, the next batch takes eager ones."""
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        instead = "eager steps follow" if self._decode_step == "auto" else "its static steps run unrecorded, and slower"
+        warnings.warn(
+            f"decode_step: {type(self.inner).__name__} could not be recorded as a CUDA graph, {instead} "
+            f"({type(error).__name__}: {first})",
+            stacklevel=2,
+        )
+        self._records, self.static = False, self._decode_step == "static"
+
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, real_BL: Tensor | None, cache: Cache | None, keep: int
     ) -> Tensor:
@@ -101,6 +130,17 @@ class CausalLM:
         masks: Any = real_BL
         if self.path == "own masks" and cache is not None:
             masks = self._masks(positions_BT, real_BL, cache.get_seq_length() + ids_BT.shape[1])
+        return self._logits(ids_BT, positions_BT, masks, cache, keep)
+
+    def step(self, ids_B: Tensor, positions_B: Tensor, columns: int, cache: Cache) -> Tensor:
+        """Logits [B, V] after one token per row, of rows that begin at the cache's first column and have `columns` of
+        it to look at, whatever is in them. Nothing here depends on the values of `positions_B`."""
+        assert self.windows is not None
+        behind_BL = positions_B[:, None] - torch.arange(columns, device=ids_B.device)
+        masks = {window: self._additive(_within(behind_BL, window)[:, None, None, :]) for window in set(self.windows)}
+        return self._logits(ids_B[:, None], positions_B[:, None], _by_kind(masks), cache, keep=1)[:, 0]
+
+    def _logits(self, ids_BT: Tensor, positions_BT: Tensor, masks: Any, cache: Cache | None, keep: int) -> Tensor:
         limit = {"logits_to_keep": keep} if self.limits_logits else {}
         output = self.inner(
             input_ids=ids_BT,
@@ -121,10 +161,7 @@ class CausalLM:
             if kinds == {None}:
                 return None
             real_BL = torch.ones(len(positions_BT), columns, dtype=torch.bool, device=self.device)
-        masks = {window: self._mask(positions_BT, real_BL, window) for window in kinds}
-        if len(masks) == 1:
-            return next(iter(masks.values()))
-        return {"full_attention" if window is None else "sliding_attention": mask for window, mask in masks.items()}
+        return _by_kind({window: self._mask(positions_BT, real_BL, window) for window in kinds})
 
     def _mask(self, positions_BT: Tensor, real_BL: Tensor, window: int | None) -> Tensor:
         """[B, 1, T, L]: each token sees those up to its own position, at most `window` of them. By positions and not
@@ -133,14 +170,25 @@ class CausalLM:
             seen_B1TL = (real_BL if window is None else real_BL[:, -window:])[:, None, None, :]
         else:
             behind_BTL = positions_BT[:, :, None] - (real_BL.cumsum(dim=1) - 1)[:, None, :]
-            seen_BTL = real_BL[:, None, :] & (behind_BTL >= 0)
-            if window is not None:
-                seen_BTL &= behind_BTL < window
-            seen_B1TL = seen_BTL[:, None]
+            seen_B1TL = (real_BL[:, None, :] & _within(behind_BTL, window))[:, None]
+        return self._additive(seen_B1TL)
+
+    def _additive(self, seen_B1TL: Tensor) -> Tensor:
         if self.device.type != "cpu" or self.autocast_dtype:
             return seen_B1TL
         # On CPU, torch's attention would make this of it in every layer.
         return torch.zeros(seen_B1TL.shape, dtype=self.inner.dtype).masked_fill_(~seen_B1TL, -torch.inf)
+
+    def _decodes_static(self) -> bool:
+        if self._decode_step == "eager" or (self._decode_step == "auto" and self.device.type != "cuda"):
+            return False
+        static = takes_static_steps(self)
+        if self._decode_step == "static" and not static:
+            raise EngineError(
+                f"decode_step: {type(self.inner).__name__} does not give the same logits with a cache of fixed size; "
+                "use auto or eager"
+            )
+        return static
 
     def _check(self, accepted: Container[str], text_config: PreTrainedConfig, max_model_len: int) -> None:
         name = type(self.inner).__name__
@@ -154,6 +202,18 @@ class CausalLM:
         positions = getattr(text_config, "max_position_embeddings", None)
         if isinstance(positions, int) and 0 < positions < max_model_len:
             raise EngineError(f"max_model_len={max_model_len} exceeds the {positions} positions {name} was built for")
+
+
+def _within(behind: Tensor, window: int | None) -> Tensor:
+    """Whether columns so far behind a token are seen by it."""
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+
+
+def _by_kind(masks: dict[int | None, Tensor]) -> Tensor | dict[str, Tensor]:
+    """The masks by window, as models take them: one, or one per kind of layer."""
+    if len(masks) == 1:
+        return next(iter(masks.values()))
+    return {"full_attention" if window is None else "sliding_attention": mask for window, mask in masks.items()}
 
 
 def _without_peft(module: nn.Module) -> PreTrainedModel:

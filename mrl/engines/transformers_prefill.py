@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from mrl.engines.kv_cache import GrowingCache
-from mrl.engines.transformers_model import CausalLM
+
+if TYPE_CHECKING:
+    from mrl.engines.transformers_model import CausalLM
 
 TokenIds = tuple[int, ...]
 

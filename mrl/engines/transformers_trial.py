@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from mrl.engines.kv_cache import GrowingCache
+from mrl.engines.static_step import StaticStep
+from mrl.engines.transformers_prefill import Prefilled
 
 if TYPE_CHECKING:
     from mrl.engines.transformers_model import CausalLM, Path
@@ -35,9 +37,18 @@ def fastest_path(lm: CausalLM) -> Path:
     finite = all(bool(logits.isfinite().all()) for logits in expected)
     for path in candidates:
         lm.path = path
-        if not finite or _agrees(lm, expected):
+        if not finite or _agrees(lm, expected, _walk):
             return path
     return "model's cache"
+
+
+def takes_static_steps(lm: CausalLM) -> bool:
+    """Whether steps on a cache of fixed size, which change neither shapes nor Python numbers, give those logits too."""
+    if lm.path != "own masks":
+        return False
+    expected = _plain_logits(lm)
+    lm.path = "own masks"
+    return not all(bool(logits.isfinite().all()) for logits in expected) or _agrees(lm, expected, _static_walk)
 
 
 def _sequences(lm: CausalLM) -> list[list[int]]:
@@ -55,21 +66,25 @@ def _plain_logits(lm: CausalLM) -> list[Tensor]:
         ]
 
 
-def _agrees(lm: CausalLM, expected: Sequence[Tensor]) -> bool:
+Walked = list[tuple[int, int, Tensor]]
+"""(sequence, its last token's place, logits [V] after it) along the way."""
+
+
+def _agrees(lm: CausalLM, expected: Sequence[Tensor], walk: Callable[[CausalLM], Walked]) -> bool:
     """Whether ragged prompts, decoding and a replaced row give the logits of plain forwards."""
     exact = lm.inner.dtype == torch.float32 and lm.autocast_dtype is None
     scale = max(float(logits.abs().max()) for logits in expected)
     tolerance = (1e-3 if exact else 5e-2) * scale
     try:
         with lm.inference():
-            pairs = _walk(lm)
+            pairs = walk(lm)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
         return False  # it does not take such masks, or such a cache
     return all(bool(((got - expected[row][at]).abs() <= tolerance).all()) for row, at, got in pairs)
 
 
-def _walk(lm: CausalLM) -> list[tuple[int, int, Tensor]]:
-    """(sequence, its last token's place, logits [V] after it) along the way."""
+def _walk(lm: CausalLM) -> Walked:
+    """With the cache that grows."""
     ids = _sequences(lm)
     short, long, third = _LENGTHS
     cache, pairs = cast(GrowingCache, lm.new_cache()), []
@@ -100,3 +115,35 @@ def _walk(lm: CausalLM) -> list[tuple[int, int, Tensor]]:
     seen = [[0] * padding + [1] * (third + 1), [1] * (long + 2)]
     logits = run([[ids[2][third]], [ids[1][long + 1]]], seen, [third, long + 1], cache)
     return [*pairs, (2, third, logits[0]), (1, long + 1, logits[1])]
+
+
+def _static_walk(lm: CausalLM) -> Walked:
+    """With the cache of fixed size: each row at its own column."""
+    ids, (short, long, third) = _sequences(lm), _LENGTHS
+    step = StaticStep(lm, max(_LENGTHS) + 2)
+    pairs: Walked = []
+
+    def put(row: int, slot: int) -> None:
+        prompt = tuple(ids[row][: _LENGTHS[row]])
+        cache = cast(GrowingCache, lm.new_cache())
+        positions = torch.arange(len(prompt), device=lm.device)[None]
+        logits_PV = lm.forward(torch.tensor([prompt], device=lm.device), positions, None, cache, keep=1)[:, 0]
+        index = torch.zeros(1, dtype=torch.int64, device=lm.device)
+        step.put(Prefilled([prompt], cache, logits_PV), index, index + slot, 2, room=2, reach=long + 2)
+
+    def forward(rows: list[int], lengths: list[int]) -> None:
+        """lengths: of each row's sequence, with the token that is given to the step."""
+        tokens = [ids[row][length - 1] for row, length in zip(rows, lengths, strict=True)]
+        step.measure([length - 1 for length in lengths])
+        logits = step.forward(torch.tensor(tokens, device=lm.device), torch.tensor(lengths, device=lm.device)).clone()
+        pairs.extend(
+            (row, length - 1, logits[at].float()) for at, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        )
+
+    step.clear()
+    put(0, 0)
+    put(1, 1)
+    forward([0, 1], [short + 1, long + 1])
+    put(2, 0)
+    forward([2, 1], [third + 1, long + 2])
+    return pairs

@@ -144,10 +144,12 @@ MEANINGS: dict[str, Meaning] = {
     "min_p": Meaning(ONLINE, ("min_p",)),
     "stop": Meaning(frozenset(), advice="TRL cannot end a completion at a string"),
     "max_decode_rows": Meaning(frozenset(), advice="TRL decodes a whole batch at once"),
+    "decode_step": Meaning(frozenset(), advice="TRL decodes with model.generate"),
     # The update: TRL pads, and cuts by count.
     "max_tokens_per_micro_batch": Meaning(frozenset(), advice="TRL cuts by number: gradient_accumulation_steps"),
     "packing": Meaning(frozenset(), advice="TRL pads; its SFT has trl_args: packing"),
     "torch_compile": Meaning(ALL, ("torch_compile",)),
+    "use_liger_kernel": Meaning(frozenset(), advice="TRL's own, losses included, is trl_args: use_liger_kernel"),
     "offload_optimizer": Meaning(frozenset(), advice="TRL's optimizers are chosen by trl_args: optim"),
     # Where things run: the trainer samples from the very module it trains.
     "engine": Meaning(frozenset(), advice="TRL generates with transformers (trl_args: use_vllm for vLLM)"),

@@ -28,6 +28,7 @@ from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
 from mrl.workers.forward import Forward, evaluating
 from mrl.workers.gap_probe import GapEvidence, GapProbe
+from mrl.workers.liger import apply_liger, check_liger
 from mrl.workers.lora import add_lora, merged_state_dict
 from mrl.workers.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
 from mrl.workers.objective import Objective, kl_estimator
@@ -76,11 +77,14 @@ class ActorWorker:
         """Load the policy and build its optimizer. Returns facts about it. Raises ModelError."""
         config = self.config
         check_offload(config, pick_device(self.model_config.device))
+        check_liger(config, self.model_config, pick_device(self.model_config.device))
         torch.manual_seed(derive_seed(config.seed, "actor"))
         self.tokenizer = load_tokenizer(self.model_config)
         self.model: PreTrainedModel = load_model(self.model_config)
         self.device = next(self.model.parameters()).device
         self.autocast_dtype = autocast_dtype(self.model_config, self.device)
+        if config.use_liger_kernel:
+            apply_liger(self.model)
         self.reference = None
         if self.model_config.use_lora:
             self.model = add_lora(self.model, self.model_config)
