@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from mrl.types import Sample
 
-CPU_TOKENS = 4096
+CPU_TOKENS = 2048
 """Tokens of a micro-batch by default. On CPUs more takes memory and no less time."""
 GPU_TOKENS = 16384
 
