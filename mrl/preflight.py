@@ -53,6 +53,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
         )
     _check_shared_weights(config)
     _check_stale_sync(config)
+    check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
     eval_tasks = load_eval_tasks(config)
@@ -78,7 +79,6 @@ def _check_shared_weights(config: OrchestratorConfig) -> None:
 def _check_stale_sync(config: OrchestratorConfig) -> None:
     """Checkpoints keep the samplers' weights where they are older than the actor's, which takes a file of them."""
     runtime = config.runtime
-    config.serving.options_of(runtime.engine)
     adapter = config.model.use_lora and runtime.engine != "transformers" and config.serving.lora_sync == "adapter"
     if adapter and runtime.weight_sync_method == "delta":
         raise ConfigError("weight_sync_method: delta sends all weights; use lora_sync: merged, or reload")
@@ -96,12 +96,21 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
 def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
     """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
     check_names(config)
+    check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
     check_rewards(rewards, tasks)
     if by is not None:
         check_columns(tasks, [by], "results are to be grouped by it")
     return _with_model(config, tasks, [])
+
+
+def check_engine(config: OrchestratorConfig) -> None:
+    """Raise ConfigError for options that the engine has no use for, or when this machine lacks what it needs."""
+    name = config.runtime.engine
+    options = config.serving.options_of(name)
+    if check := getattr(ENGINES.get(name), "check", None):
+        check(**options)
 
 
 def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:

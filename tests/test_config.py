@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,25 @@ def test_stale_samplers_need_a_file_of_their_weights(options: dict[str, object],
     config = OrchestratorConfig.from_flat(model="starter", dataset_name="tiny-code", sync_weights_every=2, **options)
     with pytest.raises(ConfigError, match=message):
         prepare(config)
+
+
+def test_an_environment_without_vllm_is_refused_before_the_run_starts(tiny_model: str, tmp_path: Path) -> None:
+    from mrl import MRLTrainer
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    bare = tmp_path / "bare" / "bin" / "python"
+    for python, message in (
+        (tmp_path / "nowhere", "vllm_python: .*nowhere does not start"),
+        (bare, "engine: vllm needs vLLM, and .*bare.* has none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            MRLTrainer(
+                model=tiny_model,
+                train_dataset=[{"prompt": "a"}],
+                reward_funcs=lambda completions, **_: [0.0] * len(completions),
+                engine="vllm",
+                vllm_python=str(python),
+                run_dir=str(tmp_path / "run"),
+                max_steps=1,
+            ).train()
+    assert not (tmp_path / "run").exists()

