@@ -1,5 +1,6 @@
-"""`direct`: memory to memory. In one process workers use the actor's module itself; otherwise its weights are copied
-into shared memory, where each worker reads them."""
+"""`direct`: memory to memory. In one process workers use the actor's module itself. Otherwise its weights are copied
+into shared memory, where workers on the same machine read them; those on other machines get them over the network into
+their own."""
 
 from __future__ import annotations
 
@@ -14,21 +15,27 @@ from mrl.types import WeightRef
 
 
 class DirectSync(WeightSync):
-    """Only where actor and workers share a machine."""
+    """A copy of the weights in the actor's shared memory, served to other machines where there are any."""
 
     memory: Path | None = None
+    actor_host: str | None = None
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         abilities = [self.abilities[worker.name] for worker in workers]
         if self.shares_modules and all("module" in a["accepts"] for a in abilities):
             module: WeightRef = await actor.call("share_module", version)
             return module
-        if len({a["host"] for a in abilities}) > 1:
-            raise SyncError("weight_sync_method: direct needs all workers on one machine; use volume")
         if self.memory is None:
             self.memory = shared_folder()
+            self.actor_host = await actor.call("host")
         ref: WeightRef = await actor.call(
-            "write_weights", str(self.memory), version, how="in_memory", **self.what(workers)
+            "write_weights",
+            str(self.memory),
+            version,
+            how="in_memory",
+            # Where workers are spawned anywhere, one that replaces another may be on another machine than it was.
+            served=not self.shares_modules or any(a["host"] != self.actor_host for a in abilities),
+            **self.what(workers),
         )
         return ref
 

@@ -24,6 +24,7 @@ from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
 from mrl.errors import TrainingError
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
+from mrl.sync.network import machine
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
 from mrl.workers.forward import Forward, evaluating
@@ -167,6 +168,10 @@ class ActorWorker:
         """The policy's tensors under their Hugging Face names, adapters merged; detached, not copied where possible."""
         return merged_state_dict(self.model)
 
+    def host(self) -> str:
+        """The machine it is on."""
+        return machine()
+
     def share_module(self, version: int) -> WeightRef:
         """The live module itself, for workers in this process. An adapter stays active in it."""
         self.gap_probe.published(self.model, version, shared=True)
@@ -217,6 +222,8 @@ class ActorWorker:
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""
         self.writer.shutdown(wait=True)
+        if self.publisher is not None:
+            self.publisher.close()
 
     # --- one update -------------------------------------------------------------------------------------------------
 

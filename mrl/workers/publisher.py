@@ -13,6 +13,7 @@ from mrl.errors import SyncError
 from mrl.sync.checksum import checksum
 from mrl.sync.delta import DeltaWriter
 from mrl.sync.files import adapter_ref, publish, publish_folder, size_of, without_aliases
+from mrl.sync.network import WeightServer, machine
 from mrl.sync.tensors import FILE, MappedFile
 from mrl.types import WeightRef
 from mrl.workers.lora import merged_state_dict
@@ -29,6 +30,13 @@ class Publisher:
         self.model, self.tokenizer = model, tokenizer
         self.memory: MappedFile | None = None
         self.deltas: DeltaWriter | None = None
+        self.server: WeightServer | None = None
+
+    def close(self) -> None:
+        """Serve nothing any more."""
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
     def tensors(self) -> dict[str, Tensor]:
         """What is published."""
@@ -51,10 +59,22 @@ class Publisher:
             )
         return publish(self.tensors(), folder, version, dtype=_dtype(dtype), durable=durable, keep=keep)
 
-    def in_memory(self, folder: Path, version: int, *, dtype: str | None = None, adapter: bool = False) -> WeightRef:
-        """The one file below `folder` overwritten in place: no new pages, one copy. Raises SyncError."""
-        if adapter:
-            return self.files(folder, version, adapter=True)
+    def in_memory(
+        self, folder: Path, version: int, *, dtype: str | None = None, adapter: bool = False, served: bool = False
+    ) -> WeightRef:
+        """The one file below `folder` overwritten in place: no new pages, one copy. Raises SyncError.
+
+        served: to other machines, over the network.
+        """
+        ref = self.files(folder, version, adapter=True) if adapter else self._overwrite(folder, version, dtype)
+        if served:
+            assert ref.path is not None
+            self.server = self.server or WeightServer()
+            self.server.publish(Path(ref.path), version)
+            ref.host, ref.addresses, ref.token = machine(), self.server.addresses, self.server.token
+        return ref
+
+    def _overwrite(self, folder: Path, version: int, dtype: str | None) -> WeightRef:
         tensors, kind = without_aliases(self.tensors()), _dtype(dtype)
         try:
             if self.memory is None or self.memory.path.parent != folder or not self.memory.fits(tensors, kind):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import socket
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mrl.engines import ENGINES, Engine
 from mrl.errors import EngineError, SyncError
 from mrl.sync.checksum import checksum
 from mrl.sync.delta import DeltaReader
+from mrl.sync.network import fetch, machine
 from mrl.sync.volume import pull
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
@@ -48,7 +50,7 @@ class RolloutWorker:
         accepts = getattr(self.engine_class, "accepts", SHARES_MODULES)
         if "module" not in accepts and self.engine is None:
             self.load()  # it runs elsewhere and starts from the model's own files
-        return {"accepts": sorted(accepts), "dtype": getattr(self.engine, "dtype", None), "host": socket.gethostname()}
+        return {"accepts": sorted(accepts), "dtype": getattr(self.engine, "dtype", None), "host": machine()}
 
     def update_weights(self, ref: WeightRef) -> dict[str, Any]:
         """Serve `ref` from now on. Returns the version now active and the checksum of what is held.
@@ -139,12 +141,18 @@ class RolloutWorker:
 
     def _within_reach(self, ref: WeightRef) -> WeightRef:
         """The weights as something the engine loads: copied from a shared disk, with a difference added."""
-        if ref.pull_seconds is None and ref.kind != "delta":
+        elsewhere = ref.host is not None and ref.host != machine()
+        if ref.pull_seconds is None and ref.kind != "delta" and not elsewhere:
             return ref
         if self.scratch is None:
-            self.scratch = scratch.make("weights")
+            memory = scratch.SHARED_MEMORY if elsewhere and os.access(scratch.SHARED_MEMORY, os.W_OK) else None
+            self.scratch = scratch.make("weights", memory)
         if ref.pull_seconds is not None:
             ref = pull(ref, self.scratch / "pulled")
+        if elsewhere:
+            assert ref.token is not None
+            fetch(ref.addresses, ref.token, ref.version, self.scratch / "fetched")
+            ref = replace(ref, path=str(self.scratch / "fetched"))
         if ref.kind == "delta":
             if self.deltas is None:
                 self.deltas = DeltaReader(self.scratch / "whole")

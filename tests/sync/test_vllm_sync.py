@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, object]] = {
     "lora-adapter": {"model": "vllm_model", **LORA},
     "bfloat16": {"model": "vllm_model", "dtype": "bfloat16"},
 }
-METHODS = ("reload", "direct", "volume", "delta", "delta-direct", "delta-volume")
+METHODS = ("reload", "direct", "direct-network", "volume", "delta", "delta-direct", "delta-volume")
 ANEW = ("full-tied", "lora-merged")
 CASES = [
     (kind, method)
@@ -75,7 +75,10 @@ async def train_and_sync(name: str, settings: dict[str, object], worker: Rollout
     handle = InlineHandle(worker, f"rollout-{name}", 120)
     lora = worker.options["lora_sync"] if settings.get("use_lora") else None
     extra = {"over": over or "reload", "full_every": 3} if method == "delta" else {}
-    sync = SYNC_METHODS.get(method)(folder / "weights", lora=lora, deadline=100.0, **extra)
+    elsewhere = over == "network"  # the same machine under another name: everything goes over a connection
+    sync = SYNC_METHODS.get(method)(
+        folder / "weights", lora=lora, deadline=100.0, shares_modules=not elsewhere, **extra
+    )
     reports = [await sync.sync(actor, [handle], 10)]
     policy = PolicyClient([handle])
     seen = []
@@ -102,9 +105,14 @@ async def train_and_sync(name: str, settings: dict[str, object], worker: Rollout
 
 @pytest.mark.parametrize(("served", "method"), CASES, indirect=["served"])
 async def test_after_a_sync_the_logprobs_are_the_actors(
-    method: str, served: tuple[str, dict[str, object], RolloutWorker], tmp_path: Path
+    method: str,
+    served: tuple[str, dict[str, object], RolloutWorker],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kind, settings, worker = served
+    if method == "direct-network":
+        monkeypatch.setattr("mrl.workers.rollout.machine", lambda: "another-machine")
     assert isinstance(worker.engine, VLLMEngine)
     before = worker.engine.pid
     sizes = await train_and_sync(method, settings, worker, tmp_path)
