@@ -128,7 +128,7 @@ class Stream:
         for ticket in [ticket for ticket in self.tickets if ticket.stage == "waiting"]:
             if ticket.step > limit:
                 if early >= self.surplus:
-                    break
+                    continue  # a task drawn again for an earlier step may come after it
                 early += 1
             ticket.version, ticket.stage = version, "generating"
             ticket.work = asyncio.create_task(self._work(ticket))
@@ -157,6 +157,7 @@ class Stream:
             if sum(map(self._counts, taken)) >= target:
                 break
             self.advance(self.trained, version)
+            assert any(ticket.stage != "waiting" for ticket in self.tickets), "a step waits for what nobody attempts"
             self.news.clear()
             await self.news.wait()
         self.sizes.pop(step, None)

@@ -161,6 +161,17 @@ async def test_over_sampling_stops_the_slow_ones_and_begins_them_anew() -> None:
     assert all(version == 1 for _, version in world.begun[5:])
 
 
+async def test_a_surplus_does_not_keep_replacements_waiting() -> None:
+    """Tasks of the next step that are begun early wait in line before a task drawn again for this one."""
+    world = World(OverlapConfig(over_sampling=1.4), steps=3, max_resamples=9)
+    world.teaches = lambda index: index >= 5
+    world.lasts = lambda index: 30.0 if index in (3, 4) else 0.001
+    async with asyncio.timeout(5):
+        taken = await world.train(1)
+    assert sum(index >= 5 for index in ids(taken)) == 3
+    await world.stream.close()
+
+
 async def test_groups_that_teach_nothing_are_replaced_up_to_a_bound() -> None:
     world = World(OverlapConfig(async_mode="queue", max_staleness=1), max_resamples=1)
     world.teaches = lambda index: index % 2 == 0
