@@ -83,8 +83,9 @@ def make_sync(config: OrchestratorConfig, folder: Path) -> WeightSync:
     runtime = config.runtime
     extra = {"over": runtime.delta_over, "full_every": runtime.delta_full_every}
     shared = runtime.weight_sync_dir
+    where = folder if shared is None else Path(shared).expanduser() / f"mrl-weights-{folder.parent.name}"
     return SYNC_METHODS.get(runtime.weight_sync_method)(
-        folder if shared is None else Path(shared).expanduser() / f"mrl-weights-{folder.parent.name}",
+        where.absolute(),  # engines run in other working directories
         deadline=runtime.sync_timeout,
         lora=config.serving.lora_sync if config.model.use_lora else None,
         shares_modules=BACKENDS.get(runtime.backend).shares_memory,

@@ -48,6 +48,15 @@ def test_two_rewards(folder: Path) -> None:
     assert "train/kl" in metrics
 
 
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_async_vllm(folder: Path, engine: str) -> None:
+    memory = ["--vllm-kv-cache-gb", "0.5"] if engine == "vllm" else []
+    command = mrl("train", "async_vllm.yaml", "--engine", engine, *memory, "--max-steps", "4", "--eval-samples", "4")
+    metrics = json.loads(run([*command, "--json"], folder / "examples"))["metrics"]
+    assert 0 <= metrics["rollout/staleness_max"] <= 2
+    assert metrics["sync/policy_version"] == 4
+
+
 def test_custom_loss(folder: Path) -> None:
     out = run([sys.executable, "examples/custom_loss.py"], folder)
     largest = float(out.rpartition("ratio up to ")[2])
