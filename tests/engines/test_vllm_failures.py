@@ -25,7 +25,7 @@ from mrl.types import Completion, GenerateRequest, SamplingParams
 pytestmark = pytest.mark.vllm
 
 LENGTH = 512
-STALL = 8.0
+STALL = 12.0
 """Seconds; the first step of an engine takes three."""
 
 

@@ -23,15 +23,21 @@ def end_group(group: int, shared: Iterable[Path] = ()) -> None:
     for pid in _members(group):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT if _is_tracker(pid) else signal.SIGKILL)
-    end = time.monotonic() + _TRACKER_SECONDS
-    while time.monotonic() < end and _members(group):
-        time.sleep(0.01)
+    _wait_for(group)
     for pid in _members(group):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    _wait_for(group)  # the kernel takes a moment, longer on a busy machine
     for path in left:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _wait_for(group: int) -> None:
+    """Until no process of the group is left, or long enough."""
+    end = time.monotonic() + _TRACKER_SECONDS
+    while time.monotonic() < end and _members(group):
+        time.sleep(0.01)
 
 
 def shared_memory(group: int) -> set[Path]:
