@@ -46,7 +46,7 @@ class Cause:
 
 
 def find_causes(evidence: GapEvidence, views: Sequence[WorkerView], asked: GenerationConfig) -> list[Cause]:
-    """What explains the gap, the likeliest first; all that it may be where nothing does. Never empty.
+    """What explains the gap, the likeliest first; [] where nothing that was tried does.
 
     asked: how the samplers were told to sample. Weights come first, because moved weights may look a little like
     another temperature; rounding last, because it is what is left when nothing else fits.
@@ -56,7 +56,7 @@ def find_causes(evidence: GapEvidence, views: Sequence[WorkerView], asked: Gener
     if found:
         return found
     rounding = _rounding(evidence, views)
-    return [rounding] if rounding else _everything(asked)
+    return [rounding] if rounding else []
 
 
 def _other_weights(evidence: GapEvidence, view: WorkerView) -> Cause | None:
@@ -120,9 +120,14 @@ def _rounding(evidence: GapEvidence, views: Sequence[WorkerView]) -> Cause | Non
     )
 
 
-def _everything(asked: GenerationConfig) -> list[Cause]:
+def all_causes(evidence: GapEvidence, asked: GenerationConfig) -> list[Cause]:
     """Nothing fits: what to look at."""
-    return [
+    moved = Cause(
+        "fast updates",
+        f"these tokens are from older weights, and updates may have moved them by more than the {evidence.moved:.2g} "
+        "nats that other sequences show. Lower learning_rate or max_staleness",
+    )
+    return ([moved] if evidence.moved else []) + [
         Cause(
             "missed sync", "no worker could be shown to have other weights; look at its log and its model's revision"
         ),

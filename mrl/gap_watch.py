@@ -9,7 +9,7 @@ from typing import Any
 from mrl.backends import WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.errors import MRLError, TrainingError
-from mrl.gap_causes import WorkerView, find_causes
+from mrl.gap_causes import Cause, WorkerView, all_causes, find_causes
 from mrl.workers.gap_probe import GapEvidence
 
 
@@ -20,6 +20,7 @@ class GapWatch:
         self.config, self.note = config, note
         self.in_a_row = 0
         self._verdict: str | None = None
+        self._doubted = False
 
     async def look(
         self, step: int, metrics: dict[str, float], actor: WorkerHandle, workers: Sequence[WorkerHandle]
@@ -32,11 +33,17 @@ class GapWatch:
         if evidence is None:
             self.in_a_row = 0
             return
-        self.in_a_row += 1
         views = [await _ask(worker, evidence) for worker in workers]
-        causes = enumerate(find_causes(evidence, views, self.config.generation), 1)
-        listed = "Likely causes:\n" + "\n".join(f"  {number}. {cause.kind}: {cause.text}" for number, cause in causes)
+        asked = self.config.generation
+        causes = find_causes(evidence, views, asked)
         found = f"logprobs of sampler and trainer are {gap:.2g} nats per token apart, max_logprob_gap is {limit:g}"
+        if evidence.moved:
+            found += f" (tokens of older weights; {evidence.moved:.2g} nats that these may have moved are not counted)"
+            if not causes:
+                self._doubt(f"step {step}: {found}. Likely causes:\n{_listed(all_causes(evidence, asked))}")
+                return
+        self.in_a_row += 1
+        listed = "Likely causes:\n" + _listed(causes or all_causes(evidence, asked))
         if self.in_a_row == 1:
             self.note(f"step {step}: {found}. A second such step in a row stops the run. {listed}")
         else:
@@ -49,6 +56,17 @@ class GapWatch:
                 f"{self._verdict}\nCheckpoints are from before these two steps: a resumed run goes on from there. If "
                 "the gap is as it should be, raise max_logprob_gap (null = never stop); see docs/weight-sync.md."
             )
+
+    def _doubt(self, message: str) -> None:
+        """Nothing but fast updates may be behind it: say it once, and stop nothing."""
+        self.in_a_row = 0
+        if not self._doubted:
+            self.note(message)
+        self._doubted = True
+
+
+def _listed(causes: Sequence[Cause]) -> str:
+    return "\n".join(f"  {number}. {cause.kind}: {cause.text}" for number, cause in enumerate(causes, 1))
 
 
 async def _ask(worker: WorkerHandle, evidence: GapEvidence) -> WorkerView:

@@ -18,6 +18,7 @@ from mrl.errors import TrainingError
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.types import Completion, GenerateRequest, WeightRef
+from mrl.workers import gap_probe
 from tests.conftest import build_model
 from tests.planted import SamplesOtherwise, run, warnings_of
 
@@ -124,6 +125,43 @@ def test_a_sampler_that_does_as_it_is_told_has_no_gap(
     assert checked == ([1, 4] if "sync_weights_every" in options else [1, 2, 3, 4])
     if "sync_weights_every" in options:
         assert rows[2]["train/logprob_gap"] > 1e-3, "older weights make a gap, which is no mistake"
+
+
+SEEN_LATE = ("temperature", "tighter-top-p", "missed-sync")
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "named"), [CASES[name] for name in SEEN_LATE], ids=SEEN_LATE, indirect=["engine"]
+)
+def test_a_cause_is_named_where_all_tokens_are_of_older_weights(
+    sharp_model: str, tmp_path: Path, engine: str, options: dict[str, Any], named: str
+) -> None:
+    """From the second step of a pipeline on."""
+    folder = tmp_path / "r"
+    with pytest.raises(TrainingError, match=r"for the second step in a row\. Likely causes") as stopped:
+        run(sharp_model, folder, engine, async_mode="pipeline", max_steps=8, **options)
+    assert re.search(named, str(stopped.value)), str(stopped.value)
+    assert "tokens of older weights" in str(stopped.value)
+
+
+@pytest.mark.parametrize("mode", ["pipeline", "queue"])
+def test_updates_are_no_mismatch(sharp_model: str, tmp_path: Path, mode: str) -> None:
+    """Rollouts one version old are compared too, and what an update moves is not held against the sampler."""
+    run(sharp_model, tmp_path / "r", async_mode=mode, learning_rate=1e-4, max_steps=6)
+    assert not warnings_of(tmp_path / "r")
+    rows = list(read_rows(tmp_path / "r", "metrics"))
+    assert all("train/logprob_gap_unexplained" in row for row in rows)
+    assert max(row["train/logprob_gap_unexplained"] for row in rows) < 0.05
+
+
+def test_updates_that_move_too_far_are_said_once_and_stop_nothing(
+    sharp_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gap_probe, "MOVED", 0.01)
+    run(sharp_model, tmp_path / "r", async_mode="pipeline", learning_rate=0.02, max_steps=6)
+    (warning,) = warnings_of(tmp_path / "r")
+    assert "1. fast updates: these tokens are from older weights" in warning
+    assert [c.step for c in list_checkpoints(tmp_path / "r")] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("engine", [sampling(temperature=0.6)], indirect=True)

@@ -28,7 +28,7 @@ from mrl.sync.network import machine
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
 from mrl.workers.forward import Forward, evaluating
-from mrl.workers.gap_probe import GapEvidence, GapProbe
+from mrl.workers.gap_probe import Comparison, GapEvidence, GapProbe
 from mrl.workers.liger import apply_liger, check_liger
 from mrl.workers.lora import add_lora, merged_state_dict
 from mrl.workers.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
@@ -126,9 +126,9 @@ class ActorWorker:
         """
         self.step += 1
         torch.manual_seed(derive_seed(self.config.seed, "train", self.step))  # dropout
-        version = self.gap_probe.begin(self.model, batch.samples)
+        comparison = self.gap_probe.begin(self.model, batch.samples)
         try:
-            return self._train_on(batch, version) if batch.samples else self._pass_over()
+            return self._train_on(batch, comparison) if batch.samples else self._pass_over()
         finally:
             self.gap_probe.end()
 
@@ -227,9 +227,8 @@ class ActorWorker:
 
     # --- one update -------------------------------------------------------------------------------------------------
 
-    def _train_on(self, batch: TrainBatch, version: int | None) -> dict[str, float]:
-        """version: of these weights, as samplers call them."""
-        rows = make_rows(batch, self.device, version)
+    def _train_on(self, batch: TrainBatch, comparison: Comparison) -> dict[str, float]:
+        rows = make_rows(batch, self.device, comparison.version)
         micro_batches = self._micro_batches(batch.samples)
         entropy_BT = None
         if self.objective.needs_entropies or self.dropout:
@@ -239,7 +238,7 @@ class ActorWorker:
         for part in parts:
             if self.objective.kl_in_loss and part.ref_logprobs_BT is None:
                 part.ref_logprobs_BT = self._reference_logprobs(part)
-        metrics = StepMetrics()
+        metrics = StepMetrics(comparison.moved)
         for _ in range(self.config.num_iterations):
             self._update(parts, metrics)
         return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}

@@ -1,9 +1,11 @@
 """The actor's side of the check on sampler and trainer: which tokens to compare, and evidence when they are apart.
 
 Like is compared with like: tokens count where their policy version is the one the actor holds, which is so from a
-publish to the next update. When they are too far apart, some of them are scored again, with all their logits, under
-other temperatures and cuts and in the other precision. And so that a worker can be asked which weights it really has,
-the actor scores two short sequences with every version it publishes and remembers the numbers.
+publish to the next update. Where a step has none, because generation runs ahead of it, those of the newest version
+among them count, less what the weights have moved since. When they are too far apart, some of them are scored again,
+with all their logits, under other temperatures and cuts and in the other precision. And so that a worker can be asked
+which weights it really has, the actor scores two short sequences with every version it publishes and remembers the
+numbers; how far two versions are apart is read off these too.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import copy
 import math
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from mrl.algorithms.mismatch import unexplained_gap
 from mrl.algorithms.sampler_fits import Evidence, Fit, fit_cut, fit_temperature
 from mrl.types import Sample, TrainBatch
 from mrl.workers.forward import Forward, evaluating
-from mrl.workers.rows import Rows, make_rows
+from mrl.workers.rows import Rows, make_rows, versions_of
 
 PROBE_SAMPLES, PROBE_CONTEXT, PROBE_TOKENS = 2, 32, 32
 """Sequences that every version scores, and how much of each prompt and completion: 128 tokens, once a publish."""
@@ -30,6 +33,19 @@ KEPT_VERSIONS = 64
 EXAMINED_SAMPLES, EXAMINED_TOKENS = 8, 128
 """Samples that are scored again, those furthest apart, and how many of their tokens at most; all logits of these are in
 memory (128 x 151,936 words: 80 MB, and some copies)."""
+MOVED = 2.0
+"""What the weights moved since older tokens were sampled counts so many times: it is read off the sequences that every
+version scores, and those that are trained on may move more."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which of a step's tokens are compared with the trainer."""
+
+    version: int | None = None
+    """Those that these weights have sampled; None = none."""
+    moved: float = 0.0
+    """Above 0 for weights older than the trainer's: what their distance may explain of a gap, in nats per token."""
 
 
 @dataclass
@@ -47,6 +63,8 @@ class GapEvidence:
     """Mean difference between the actor's own logprobs in its precision and in the other one (float32, bfloat16)."""
     dtype: str
     """The actor's precision."""
+    moved: float = 0.0
+    """What the weights may have moved since these tokens were sampled, in nats per token; 0 = they have not."""
     probe: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """Prompt and completion ids of the sequences that every version has scored."""
     scores: dict[int, list[float]] = field(default_factory=dict)
@@ -65,6 +83,7 @@ class GapProbe:
         self.evidence: GapEvidence | None = None
         self.probe: list[Sample] = []
         self.scores: dict[int, list[float]] = {}
+        self.comparison = Comparison()
         self.due = False
         self.shared = False
 
@@ -74,14 +93,15 @@ class GapProbe:
         self.version, self.shared = version, shared
         self._score(model)
 
-    def begin(self, model: Any, samples: list[Sample]) -> int | None:
-        """A step begins. Returns the version to compare with."""
+    def begin(self, model: Any, samples: list[Sample]) -> Comparison:
+        """A step begins. Returns what of it to compare."""
         self.evidence = None
         self.due = self.limit is not None
         if self.due and not self.probe and self.version is not None:
             self.probe = [_short(s) for s in samples if _all_sampled(s)][:PROBE_SAMPLES]
             self._score(model)
-        return self.version
+        self.comparison = self._comparison(samples)
+        return self.comparison
 
     def examine(self, model: Any, parts: list[Rows], gap: float | None) -> None:
         """Once a step, before its first update: keep evidence if the gap is too large. Call it outside `attention`."""
@@ -97,6 +117,17 @@ class GapProbe:
         self.version = None
 
     # --- inner ------------------------------------------------------------------------------------------------------
+
+    def _comparison(self, samples: list[Sample]) -> Comparison:
+        present = {version for sample in samples for version in versions_of(sample)}
+        newest = max(present, default=None)
+        if self.version is None or newest is None or newest >= self.version:
+            return Comparison(self.version)
+        if newest not in self.scores or self.version not in self.scores:
+            return Comparison()
+        pairs = zip(self.scores[newest], self.scores[self.version], strict=True)
+        moved = fmean(abs(a - b) for a, b in pairs)
+        return Comparison(newest, MOVED * moved) if math.isfinite(moved) else Comparison()
 
     def _score(self, model: Any) -> None:
         if self.limit is None or not self.probe or self.version is None or self.shared:
@@ -128,6 +159,7 @@ class GapProbe:
             cut=fit_cut(tokens, temperature, cut),
             rounding=rounded_N.abs().mean().item(),
             dtype=str(self.forward.autocast_dtype or torch.float32).removeprefix("torch."),
+            moved=self.comparison.moved,
             probe=[(s.prompt_ids, s.completion_ids) for s in self.probe],
             scores=dict(self.scores),
         )
@@ -147,14 +179,14 @@ def _furthest(parts: list[Rows]) -> list[Sample]:
     """The samples with the largest mean gap among tokens that may be compared; of each its first such tokens."""
     found: list[tuple[float, Sample]] = []
     for part in parts:
-        assert part.fresh_BT is not None
+        assert part.compared_BT is not None
         assert part.old_logprobs_BT is not None
         gap_BT = unexplained_gap(part.old_logprobs_BT, part.sampler_logprobs_BT, part.cut.largest_gain)
-        for sample, gap_T, fresh_T in zip(part.samples, gap_BT, part.fresh_BT, strict=True):
-            if fresh_T.any():
-                mask = fresh_T[: len(sample.completion_ids)].int().tolist()
+        for sample, gap_T, compared_T in zip(part.samples, gap_BT, part.compared_BT, strict=True):
+            if compared_T.any():
+                mask = compared_T[: len(sample.completion_ids)].int().tolist()
                 # A gap that is not finite comes first, and is left out of what is fitted.
-                worst = gap_T[fresh_T].mean().nan_to_num(torch.inf).item()
+                worst = gap_T[compared_T].mean().nan_to_num(torch.inf).item()
                 finite = [int(m and math.isfinite(p)) for m, p in zip(mask, sample.logprobs, strict=True)]
                 if any(finite):
                     found.append((worst, replace(sample, mask=finite)))

@@ -36,7 +36,7 @@ class Rows:
     kept_BT: Tensor | None = None
     """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
     entropy_weights_BT: Tensor | None = None
-    fresh_BT: Tensor | None = None
+    compared_BT: Tensor | None = None
     """Whether a trained token was sampled by the very weights that are trained now; None = none was."""
     cut: Cut = NO_CUT
     """How the samplers were told to cut the distribution."""
@@ -57,7 +57,7 @@ class Rows:
 
 
 def make_rows(batch: TrainBatch, device: torch.device, version: int | None = None) -> Rows:
-    """version: of the weights that are trained, before the step; None = they were never given to a sampler."""
+    """version: of the weights whose tokens are compared with the sampler's; None = no token is."""
     samples = batch.samples
     longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
     completion = max(len(s.completion_ids) for s in samples)
@@ -69,9 +69,9 @@ def make_rows(batch: TrainBatch, device: torch.device, version: int | None = Non
         return filled.to(device)
 
     mask_BT = table([s.mask for s in samples], completion, torch.float32)
-    fresh_BT = None
+    compared_BT = None
     if version is not None:
-        fresh_BT = table([_is_version(s, version) for s in samples], completion, torch.bool) & mask_BT.bool()
+        compared_BT = table([_is_version(s, version) for s in samples], completion, torch.bool) & mask_BT.bool()
     reference = [s.reference_logprobs for s in samples]
     return Rows(
         samples=samples,
@@ -84,12 +84,18 @@ def make_rows(batch: TrainBatch, device: torch.device, version: int | None = Non
         sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
         temperature=batch.temperature,
         weights_BT=torch.empty_like(mask_BT),
-        fresh_BT=fresh_BT,
+        compared_BT=compared_BT,
         cut=Cut(batch.top_p, batch.top_k, batch.min_p),
         ref_logprobs_BT=None
         if any(values is None for values in reference)
         else table([values or [] for values in reference], completion, torch.float32),
     )
+
+
+def versions_of(sample: Sample) -> set[int]:
+    """Of the weights that sampled its tokens."""
+    given = sample.policy_version
+    return {given} if isinstance(given, int) else set(given)
 
 
 def _is_version(sample: Sample, version: int) -> list[bool]:

@@ -9,9 +9,13 @@ from torch import Tensor
 
 
 class StepMetrics:
-    """Token-weighted means and maxima over the micro-batches and updates of a step."""
+    """Token-weighted means and maxima over the micro-batches and updates of a step.
 
-    def __init__(self) -> None:
+    moved: how far the weights may have moved the logprobs of the compared tokens since these were sampled, in nats.
+    """
+
+    def __init__(self, moved: float = 0.0) -> None:
+        self.moved = moved
         self.sums: dict[str, float] = {}
         self.maxima: dict[str, float] = {}
         self.count = 0.0
@@ -19,7 +23,7 @@ class StepMetrics:
         self.grad_norms: list[float] = []
         self.skipped = 0
         self.weights = WeightSums()
-        self.fresh_tokens = 0
+        self.compared_tokens = 0
         self.unexplained_sum = 0.0
 
     def tokens(self, mask_BT: Tensor, **values_BT: Tensor) -> None:
@@ -39,13 +43,16 @@ class StepMetrics:
         self.weights.add(log_weights_N, bounded_N)
 
     def unexplained(self, gap_N: Tensor) -> None:
-        """What nothing explains of the gap, of tokens sampled by the very weights that are trained."""
-        self.fresh_tokens += gap_N.numel()
+        """The gaps, beyond what a cut explains, of the tokens that are compared."""
+        self.compared_tokens += gap_N.numel()
         self.unexplained_sum += gap_N.double().sum().item()
 
     def unexplained_gap(self) -> float | None:
-        """Its mean, in nats per token; None where there was no such token."""
-        return self.unexplained_sum / self.fresh_tokens if self.fresh_tokens else None
+        """What neither a cut nor the weights' movement explains, in nats per token; None where nothing is compared."""
+        if not self.compared_tokens:
+            return None
+        mean = self.unexplained_sum / self.compared_tokens
+        return max(mean - self.moved, 0.0) if self.moved else mean  # max() would hide a mean that is not a number
 
     def update(self, loss: float, grad_norm: float, *, skipped: bool) -> None:
         self.losses.append(loss)
