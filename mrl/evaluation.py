@@ -15,7 +15,7 @@ from mrl.crew import sampling_params, spawn_rollout
 from mrl.errors import TrainingError
 from mrl.experience import PASS
 from mrl.models import load_tokenizer
-from mrl.preflight import prepare_evaluation, reward_worker_args
+from mrl.preflight import check_engine, check_names, prepare_evaluation, reward_worker_args
 from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.rollouts.single_turn import SingleTurn
@@ -124,6 +124,8 @@ def summarize(
 
 async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[dict[str, Any]]:
     """`count` completions of one prompt, with their tokens' logprobs. Raises MRLError."""
+    check_names(config)
+    check_engine(config)
     tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
     backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)

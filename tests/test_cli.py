@@ -137,6 +137,8 @@ def test_every_option_is_a_flag_with_its_documentation(capsys: pytest.CaptureFix
         (["eval", "starter", "--dataset", "tasks.jsonl", "--split", "train", "--num-samples", "0"], "num_samples"),
         (["eval", "starter"], "no dataset"),
         (["sample", "starter"], "prompt"),
+        (["sample", "starter", "hi", "--engine", "vlm"], "did you mean 'vllm'"),
+        (["sample", "starter", "hi", "--engine", "vllm", "--vllm-python", "/nowhere/python"], "vllm_python"),
         (["cache", "clean"], "neither list nor clear"),
     ],
 )
