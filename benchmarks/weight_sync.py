@@ -104,6 +104,11 @@ class Actor:
     def __init__(self, publisher: Any) -> None:
         self.publisher = publisher
 
+    def host(self) -> str:
+        from mrl.sync.network import machine
+
+        return machine()
+
     def write_weights(self, folder: str, version: int, how: str = "files", **options: Any) -> Any:
         return getattr(self.publisher, how)(Path(folder), version, **options)
 

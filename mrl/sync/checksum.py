@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
+
+THREADS = min(4, os.cpu_count() or 1)
+"""Each has a tensor to itself. More would wait for the memory."""
 
 _ROW = 4096
 """Words summed into one: sums over both directions of a table of this width are the fingerprint."""
@@ -20,9 +25,12 @@ def checksum(tensors: Mapping[str, Tensor], names: Iterable[str] | None = None) 
     """Fingerprint of the named tensors (default: all), whatever the device they are on.
 
     Each tensor's bytes, as 64-bit words in rows, are summed by row and by column: a changed, swapped or stale value
-    shows, at about the speed of copying them. Made against accidents, not against an adversary.
+    shows, at about the speed of copying them, on up to `THREADS` threads. Made against accidents, not against an
+    adversary.
     """
-    return combine({name: sums_of(name, tensors[name]) for name in (tensors if names is None else names)})
+    wanted = list(tensors if names is None else names)
+    with ThreadPoolExecutor(THREADS) as threads:
+        return combine(dict(zip(wanted, threads.map(lambda name: sums_of(name, tensors[name]), wanted), strict=True)))
 
 
 @torch.no_grad()
@@ -57,7 +65,7 @@ def _sums(tensor: Tensor) -> list[Tensor]:
 def _in_cache(table: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of the rows and of the columns, a few rows at a time, so that the memory is read once.
 
-    On this thread alone: torch would share each piece among threads, which on a busy machine wait for each other.
+    On one thread: torch would share each piece among several, which on a busy machine wait for each other.
     """
     data = table.numpy()
     rows, columns = np.empty(len(data), np.int64), np.zeros(_ROW, np.int64)
