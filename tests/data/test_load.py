@@ -1,24 +1,21 @@
-"""Every kind of source, every refusal, and an order that survives interruption. Real files, the real `datasets`."""
+"""Tasks from every kind of source, and what is refused."""
 
 from __future__ import annotations
 
 import gzip
-import http.server
-import io
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mrl.data.load
-from mrl.data import DATASETS, TaskOrder, check_columns, check_prompt_lengths, load_tasks
+from mrl.data import DATASETS, load_tasks
 from mrl.errors import DataError
 from mrl.types import Task
 
@@ -284,53 +281,6 @@ def test_equal_rows_get_a_number_and_odd_values_a_stable_hash() -> None:
     assert load_tasks([row])[0].id != load_tasks([{**row, "blob": b"y"}])[0].id
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
-
-USER = {"role": "user", "content": "hi"}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (None, "is missing"),
-        ("  \n", "is empty"),
-        (3, "is of type int"),
-        ({"messages": [USER]}, "is of type dict"),
-        ([], "empty list of messages"),
-        (["hi"], "message 0 is of type str"),
-        ([USER, {"role": 3, "content": "x"}], "message 1: 'role' is 3"),
-        ([{"content": "x"}], "message 0: 'role' is None"),
-        ([{"role": "user"}], "there is no 'content'"),
-        ([{"role": "user", "content": 3}], "'content' is of type int"),
-        ([USER, {"role": "assistant", "content": "x"}], "ends with an assistant message"),
-    ],
-)
-def test_bad_prompts_name_row_and_column(prompt: Any, message: str) -> None:
-    with pytest.raises(DataError, match=rf"row 1, column 'prompt'.*{message}"):
-        load_tasks([{"prompt": "fine"}, {"prompt": prompt}])
-
-
-def test_good_prompts() -> None:
-    for prompt in ("x", [USER], [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text"}]}]):
-        assert load_tasks([{"prompt": prompt}])[0].prompt == prompt
-
-
-def test_prompt_lengths() -> None:
-    tasks = load_tasks([{"prompt": "x" * n, "id": f"t{n}"} for n in (1, 9, 3, 12)])
-    check_prompt_lengths(tasks, len, 12)
-    with pytest.raises(DataError, match=r"row 1.*'t9'.* 9 tokens .* 8 fit; 2 of 4 rows.* 12 tokens.*max_model_len"):
-        check_prompt_lengths(tasks, len, 8)
-
-
-def test_needed_columns() -> None:
-    tasks = load_tasks([{"prompt": "a", "testcases": ["t"]}, {"prompt": "b", "testcases": None}])
-    check_columns(tasks[:1], ["testcases"], "the code reward")
-    with pytest.raises(DataError, match=r"the code reward needs column 'testcases', but row 1 .* has None"):
-        check_columns(tasks, ["testcases"], "the code reward")
-    with pytest.raises(DataError, match=r"needs a column 'testcase'.*did you mean 'testcases'"):
-        check_columns(tasks, ["testcase"], "the code reward")
-
-
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -388,168 +338,3 @@ def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="max_samples is -1"):
         load_tasks(ROWS, max_samples=-1)
     assert len(load_tasks(ROWS, max_samples=0)) == 5
-
-
-# --- the Hub, played by a server on loopback ------------------------------------------------------------------------
-
-
-class StandInHub(http.server.BaseHTTPRequestHandler):
-    """Serves one dataset the way the Hub's HTTP interface does, as far as `datasets` asks."""
-
-    name = "OpenCoder-LLM/opc-sft-stage2"
-    sha = "a" * 40
-    data: ClassVar[bytes]
-    readme = b"---\nconfigs:\n- config_name: educational_instruct\n  data_files: educational_instruct/train-*\n---\n"
-
-    def answer(self) -> None:
-        file = "educational_instruct/train-0.parquet"
-        if self.path == "/":
-            self.reply(200, b"")
-        elif self.name not in self.path:
-            self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif self.path.endswith(("README.md", ".parquet")):
-            body = self.readme if self.path.endswith(".md") else self.data
-            self.reply(200, body, {"X-Repo-Commit": self.sha, "ETag": f'"{len(body)}"'})
-        elif "/tree/" in self.path:
-            item = {"type": "file", "path": file, "size": len(self.data), "oid": "b" * 40}
-            folder = {"type": "directory", "path": "educational_instruct", "oid": "c" * 40}
-            self.reply(200, json.dumps([item if "educational_instruct" in self.path else folder]).encode())
-        elif self.path.startswith("/api/datasets/"):
-            info = {"id": self.name, "sha": self.sha, "siblings": [{"rfilename": "README.md"}, {"rfilename": file}]}
-            self.reply(200, json.dumps({**info, "private": False, "gated": False, "tags": []}).encode())
-        else:
-            self.reply(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-
-    do_GET = do_HEAD = answer
-
-    def reply(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(code)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-def test_hub_datasets(tmp_path: Path) -> None:
-    """Downloaded, renamed, unknown, unreachable, and again from the cache with the Hub gone."""
-    import datasets
-
-    rows = [{"instruction": "Write f", "output": "o", "testcase": ["assert f(1) == 1"]}]
-    buffer = io.BytesIO()
-    datasets.Dataset.from_list(rows).to_parquet(buffer)
-    StandInHub.data = buffer.getvalue()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandInHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = {
-        **{k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")},
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    env.pop("HF_HUB_OFFLINE", None)
-    env.pop("HF_HUB_CACHE", None)
-    code = """if True:
-        import sys
-        from mrl.data import load_tasks
-        for name, options in [(sys.argv[1], {}), (sys.argv[1], {"split": "test"}), (sys.argv[1], {"config": "nope"}),
-                              ("nobody/nothing", {})]:
-            try:
-                task, = load_tasks(name, **options)
-                print(task.prompt, sorted(task.columns), task.columns["testcases"])
-            except Exception as error:
-                print(type(error).__name__, error)
-    """
-
-    def lines() -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", code, StandInHub.name],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        return done.stdout.splitlines()
-
-    loaded, no_split, no_config, unknown = lines()
-    assert loaded == "Write f ['output', 'testcases'] ['assert f(1) == 1']"
-    assert no_split.startswith("DataError")
-    assert "no split 'test' (splits: 'train')" in no_split
-    assert "no config 'nope' (configs: 'educational_instruct')" in no_config
-    assert "doesn't exist on the Hub" in unknown
-    assert "path of a file or folder" in unknown
-    server.shutdown()
-    server.server_close()
-    again, _, _, unreachable = lines()
-    assert again == loaded
-    assert unreachable.startswith("DataError dataset 'nobody/nothing': cannot reach http://127.0.0.1")
-
-
-# --- order ----------------------------------------------------------------------------------------------------------
-
-
-def take(order: TaskOrder, count: int) -> list[list[int]]:
-    return [order.next_batch() for _ in range(count)]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.integers(1, 17),
-    st.integers(1, 20),
-    st.integers(0, 2**63 - 1),
-    st.booleans(),
-    st.integers(0, 30),
-    st.integers(0, 30),
-)
-def test_resumed_order_equals_uninterrupted(
-    num_tasks: int, batch_size: int, seed: int, shuffle: bool, before: int, after: int
-) -> None:
-    whole = take(TaskOrder(num_tasks, batch_size, seed, shuffle), before + after)
-    first = TaskOrder(num_tasks, batch_size, seed, shuffle)
-    take(first, before)
-    state = json.loads(json.dumps(first.state_dict()))
-    second = TaskOrder(num_tasks, batch_size, seed, shuffle)
-    take(second, after)  # whatever it did before, the state decides
-    second.load_state_dict(state)
-    assert (second.epoch, second.position) == (first.epoch, first.position)
-    assert take(second, after) == whole[before:]
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.integers(1, 17), st.integers(1, 20), st.integers(0, 99), st.booleans())
-def test_every_epoch_takes_every_task_once(num_tasks: int, batch_size: int, seed: int, shuffle: bool) -> None:
-    order = TaskOrder(num_tasks, batch_size, seed, shuffle)
-    for epoch in range(3):
-        assert (order.epoch, order.position) == (epoch, 0)
-        batches = take(order, order.steps_per_epoch)
-        assert sorted(i for batch in batches for i in batch) == list(range(num_tasks))
-        assert all(len(batch) == batch_size for batch in batches[:-1])
-        if not shuffle:
-            assert [i for batch in batches for i in batch] == list(range(num_tasks))
-
-
-def test_epochs_and_seeds_differ_and_the_order_is_fixed_for_good() -> None:
-    order = TaskOrder(8, 8, seed=0)
-    assert take(order, 2) == [[0, 2, 7, 5, 4, 3, 6, 1], [5, 0, 6, 2, 3, 4, 7, 1]]
-    assert TaskOrder(8, 8, seed=1).next_batch() != TaskOrder(8, 8, seed=0).next_batch()
-
-
-def test_batch_size_may_change_on_resume_but_not_the_dataset() -> None:
-    order = TaskOrder(10, 4, seed=0)
-    seen = order.next_batch()
-    resumed = TaskOrder(10, 3, seed=0)
-    resumed.load_state_dict(order.state_dict())
-    assert sorted(seen + [i for batch in take(resumed, 2) for i in batch]) == list(range(10))
-    for other in (TaskOrder(11, 4, 0), TaskOrder(10, 4, 1), TaskOrder(10, 4, 0, shuffle=False)):
-        with pytest.raises(DataError, match="cannot resume"):
-            other.load_state_dict(order.state_dict())
-    with pytest.raises(DataError, match="outside"):
-        order.load_state_dict({**order.state_dict(), "position": 10})
-    with pytest.raises(DataError, match="empty"):
-        TaskOrder(0, 1, 0)
-    with pytest.raises(ValueError, match="batch_size"):
-        TaskOrder(1, 0, 0)
