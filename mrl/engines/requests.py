@@ -1,8 +1,9 @@
-"""Requests as vLLM understands them, checked before they are sent."""
+"""Requests: checked before they are served, and as vLLM understands them."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mrl.errors import EngineError, ModelError
@@ -12,9 +13,18 @@ if TYPE_CHECKING:
     from mrl.config import ModelConfig
 
 
-def sampling_fields(request: GenerateRequest, end_ids: frozenset[int], max_model_len: int) -> dict[str, Any]:
-    """vLLM's sampling parameters. Raises EngineError, naming the request, for impossible ones."""
-    s, what = request.sampling, f"request {request.id!r}"
+def check_request(request: GenerateRequest, max_model_len: int, vocab_size: int | None) -> None:
+    """Raise EngineError, naming the request, for a prompt, seed or sampling that cannot be served.
+
+    vocab_size: None = not known.
+    """
+    what, s = f"request {request.id!r}", request.sampling
+    _check_ids(what, "prompt", request.prompt_ids, vocab_size)
+    if len(request.prompt_ids) >= max_model_len:
+        raise EngineError(
+            f"{what} has a prompt of {len(request.prompt_ids)} tokens, more than max_model_len - 1 = "
+            f"{max_model_len - 1}: shorten the prompt or raise max_model_len"
+        )
     if not 0 <= request.seed < 2**63:
         raise EngineError(f"{what} has seed {request.seed}; seeds are from 0 to 2**63 - 1")
     checks = {
@@ -27,6 +37,11 @@ def sampling_fields(request: GenerateRequest, end_ids: frozenset[int], max_model
     }
     if wrong := [text for text, good in checks.items() if not good]:
         raise EngineError(f"{what} has {', '.join(wrong)}")
+
+
+def sampling_fields(request: GenerateRequest, end_ids: frozenset[int], max_model_len: int) -> dict[str, Any]:
+    """vLLM's sampling parameters for a request that was checked."""
+    s = request.sampling
     fields: dict[str, Any] = {
         "temperature": s.temperature,
         "top_p": s.top_p,
@@ -38,23 +53,12 @@ def sampling_fields(request: GenerateRequest, end_ids: frozenset[int], max_model
     return fields | ({"stop": list(s.stop)} if s.stop else {})
 
 
-def check_prompt(request: GenerateRequest, max_model_len: int, vocab_size: int | None) -> None:
-    """Raise EngineError for a prompt that is empty, too long or outside the vocabulary."""
-    what = f"request {request.id!r}"
-    check_ids(what, "prompt", request.prompt_ids, vocab_size)
-    if len(request.prompt_ids) >= max_model_len:
-        raise EngineError(
-            f"{what} has a prompt of {len(request.prompt_ids)} tokens, more than max_model_len - 1 = "
-            f"{max_model_len - 1}: shorten the prompt or raise max_model_len"
-        )
-
-
 def check_sequence(number: int, sequence: TokenSequence, max_model_len: int, vocab_size: int | None) -> None:
     """Raise EngineError for a sequence that cannot be scored."""
     what = f"sequence {number}"
-    check_ids(what, "prompt", sequence.prompt_ids, vocab_size)
+    _check_ids(what, "prompt", sequence.prompt_ids, vocab_size)
     if sequence.completion_ids:
-        check_ids(what, "completion", sequence.completion_ids, vocab_size)
+        _check_ids(what, "completion", sequence.completion_ids, vocab_size)
     length = len(sequence.prompt_ids) + len(sequence.completion_ids)
     if length > max_model_len:
         raise EngineError(f"{what} has {length} tokens, more than max_model_len={max_model_len}")
@@ -62,12 +66,13 @@ def check_sequence(number: int, sequence: TokenSequence, max_model_len: int, voc
         raise EngineError(f"{what} has temperature={sequence.temperature}; logprobs need one above 0")
 
 
-def check_ids(what: str, part: str, ids: tuple[int, ...], vocab_size: int | None) -> None:
+def _check_ids(what: str, part: str, ids: tuple[int, ...], vocab_size: int | None) -> None:
     """Raise EngineError for no ids at all, or ids outside the vocabulary (where its size is known)."""
     if not ids:
         raise EngineError(f"{what} has an empty {part}; give it at least one token, such as the model's BOS")
-    bad = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
-    if bad is not None:
+    largest = float("inf") if vocab_size is None else vocab_size - 1
+    if min(ids) < 0 or max(ids) > largest:
+        bad = next(i for i in ids if not 0 <= i <= largest)
         raise EngineError(f"{what} has id {bad} in its {part}; the model's vocabulary has {vocab_size} ids")
 
 
@@ -82,6 +87,11 @@ def end_ids(config: ModelConfig) -> frozenset[int]:
     with contextlib.suppress(OSError, ModelError):  # many models have none
         source = resolve_model(config.model)
         sources.append(GenerationConfig.from_pretrained(source, revision=config.revision or "main"))
+    return eos_ids(sources)
+
+
+def eos_ids(sources: Iterable[Any]) -> frozenset[int]:
+    """The end-of-sequence ids of configurations and tokenizers together; each has one, several or none."""
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)

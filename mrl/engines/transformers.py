@@ -15,6 +15,7 @@ import torch
 from mrl.engines.decode_calls import Call, DecodeThread
 from mrl.engines.decode_queue import Job, Limits, jobs_of
 from mrl.engines.decode_step import StepKind
+from mrl.engines.requests import check_request, check_sequence, eos_ids
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_decode import decode
 from mrl.engines.transformers_model import CausalLM
@@ -119,7 +120,7 @@ class TransformersEngine:
         def run() -> list[list[float]]:
             lm = self._model
             for number, sequence in enumerate(sequences):
-                _check_sequence(f"sequence {number}", sequence, self._max_model_len, lm.vocab_size)
+                check_sequence(number, sequence, self._max_model_len, lm.vocab_size)
             with lm.inference():
                 return score(lm, sequences, self._limits.prefill_tokens)
 
@@ -176,7 +177,7 @@ class TransformersEngine:
 
     def _jobs(self, call: Call) -> list[Job]:
         for request in call.requests:
-            _check_request(request, self._max_model_len, self._model.vocab_size)
+            check_request(request, self._max_model_len, self._model.vocab_size)
         return jobs_of(call, self._max_model_len)
 
     def _decode(self, jobs: list[Job], calls: DecodeThread) -> list[Job]:
@@ -222,49 +223,4 @@ def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None, max_
 def _eos_ids(lm: CausalLM, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """End-of-sequence ids of the generation config, the model's config and the tokenizer together."""
     generation_config = getattr(lm.inner, "generation_config", None)
-    found: set[int] = set()
-    for source in (generation_config, lm.config, lm.config.get_text_config(decoder=True), tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(found)
-
-
-def _check_request(request: GenerateRequest, max_model_len: int, vocab_size: int) -> None:
-    what, s = f"request {request.id!r}", request.sampling
-    _check_ids(what, "prompt", request.prompt_ids, vocab_size)
-    if len(request.prompt_ids) >= max_model_len:
-        raise EngineError(
-            f"{what} has a prompt of {len(request.prompt_ids)} tokens, more than max_model_len - 1 = "
-            f"{max_model_len - 1}: shorten the prompt or raise max_model_len"
-        )
-    if not 0 <= request.seed < 2**63:
-        raise EngineError(f"{what} has seed {request.seed}; seeds are from 0 to 2**63 - 1")
-    checks = {
-        f"temperature={s.temperature} (must be finite and >= 0)": 0 <= s.temperature < float("inf"),
-        f"top_p={s.top_p} (must be above 0 and at most 1)": 0 < s.top_p <= 1,
-        f"top_k={s.top_k} (must be >= 0; 0 = off)": s.top_k >= 0,
-        f"min_p={s.min_p} (must be from 0 to 1)": 0 <= s.min_p <= 1,
-        f"max_tokens={s.max_tokens} (must be >= 1)": s.max_tokens >= 1,
-        f"stop={s.stop!r} (an empty string occurs everywhere)": "" not in s.stop,
-    }
-    if wrong := [text for text, good in checks.items() if not good]:
-        raise EngineError(f"{what} has {', '.join(wrong)}")
-
-
-def _check_sequence(what: str, sequence: TokenSequence, max_model_len: int, vocab_size: int) -> None:
-    _check_ids(what, "prompt", sequence.prompt_ids, vocab_size)
-    if sequence.completion_ids:
-        _check_ids(what, "completion", sequence.completion_ids, vocab_size)
-    length = len(sequence.prompt_ids) + len(sequence.completion_ids)
-    if length > max_model_len:
-        raise EngineError(f"{what} has {length} tokens, more than max_model_len={max_model_len}")
-    if not 0 < sequence.temperature < float("inf"):
-        raise EngineError(f"{what} has temperature={sequence.temperature}; logprobs need one above 0")
-
-
-def _check_ids(what: str, part: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    if not ids:
-        raise EngineError(f"{what} has an empty {part}; give it at least one token, such as the model's BOS")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        bad = next(i for i in ids if not 0 <= i < vocab_size)
-        raise EngineError(f"{what} has id {bad} in its {part}; the model's vocabulary has {vocab_size} ids")
+    return eos_ids((generation_config, lm.config, lm.config.get_text_config(decoder=True), tokenizer))

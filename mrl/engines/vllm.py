@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mrl.engines.requests import check_prompt, check_sequence, end_ids, sampling_fields, versions_per_token
+from mrl.engines.requests import check_request, check_sequence, end_ids, sampling_fields, versions_per_token
 from mrl.engines.vllm_client import VLLMProcess
 from mrl.errors import ConfigError, EngineError, SyncError
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
@@ -125,7 +125,7 @@ class VLLMEngine:
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Sample one completion per request, in the order of the requests. Raises EngineError, naming the request."""
         for request in requests:
-            check_prompt(request, self._max_model_len, self._vocab_size)
+            check_request(request, self._max_model_len, self._vocab_size)
         messages = [
             {
                 "id": request.id,

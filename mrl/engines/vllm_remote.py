@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
-from mrl.engines.requests import check_prompt, check_sequence, end_ids, sampling_fields
+from mrl.engines.requests import check_request, check_sequence, end_ids, sampling_fields
 from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.sync.checksum import checksum
 from mrl.sync.tensors import open_folder
@@ -89,7 +89,7 @@ class RemoteVLLMEngine:
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Sample one completion per request, in the order of the requests. Raises EngineError, naming the request."""
         for request in requests:
-            check_prompt(request, self._max_model_len, self._vocab_size)
+            check_request(request, self._max_model_len, self._vocab_size)
         return await _all([self._generate(request) for request in requests])
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
