@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 SHAPES: dict[str, dict[str, int]] = {
+    "1m": {"hidden": 128, "layers": 2, "heads": 2, "kv": 1, "inner": 512, "vocab": 2_000},
     "30m": {"hidden": 384, "layers": 8, "heads": 6, "kv": 2, "inner": 1536, "vocab": 32_000},
     "120m": {"hidden": 768, "layers": 12, "heads": 12, "kv": 4, "inner": 3072, "vocab": 32_000},
     "0.5b": {"hidden": 896, "layers": 24, "heads": 14, "kv": 2, "inner": 4864, "vocab": 151_936},

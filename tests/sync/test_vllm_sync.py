@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,18 +38,37 @@ CASES = [
 """Differences are of all tensors: with an adapter alone they are refused before a run starts."""
 
 
-@pytest.fixture(scope="module")
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, object], RolloutWorker]]:
+class Served:
     """One running engine for all methods; what they send differs, so each has to replace what the last one left."""
-    model = request.getfixturevalue(str(KINDS[request.param]["model"]))
-    untouched = fingerprint(model)
-    settings = {"device": "cpu", "max_model_len": 64} | KINDS[request.param] | {"model": model}
-    lora_sync = "adapter" if request.param == "lora-adapter" else "merged"
-    worker = RolloutWorker("vllm", settings, {"lora_sync": lora_sync, "sync_timeout": 60.0})
-    worker.load()
-    yield request.param, settings, worker
-    worker.close()
-    assert fingerprint(model) == untouched, "a run must not write where its model came from"
+
+    def __init__(self, kind: str, model: str) -> None:
+        self.kind, self.model, self.untouched = kind, model, fingerprint(model)
+        self.settings: dict[str, object] = {"device": "cpu", "max_model_len": 64} | KINDS[kind] | {"model": model}
+        lora_sync = "adapter" if kind == "lora-adapter" else "merged"
+        self.worker = RolloutWorker("vllm", self.settings, {"lora_sync": lora_sync, "sync_timeout": 60.0})
+        self.worker.load()
+
+    def close(self) -> None:
+        self.worker.close()
+        assert fingerprint(self.model) == self.untouched, "a run must not write where its model came from"
+
+
+@pytest.fixture(scope="module")
+def serve(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Served]]:
+    """What serves a kind; the one before is closed when another is asked for. (A parametrised fixture would be made
+    anew for each test.)"""
+    running: list[Served] = []
+
+    def get(kind: str) -> Served:
+        if not running or running[0].kind != kind:
+            if running:
+                running.pop().close()
+            running.append(Served(kind, request.getfixturevalue(str(KINDS[kind]["model"]))))
+        return running[0]
+
+    yield get
+    if running:
+        running.pop().close()
 
 
 def fingerprint(folder: str) -> str:
@@ -103,14 +122,16 @@ async def train_and_sync(name: str, settings: dict[str, object], worker: Rollout
     return [report.bytes for report in reports]
 
 
-@pytest.mark.parametrize(("served", "method"), CASES, indirect=["served"])
+@pytest.mark.parametrize(("kind", "method"), CASES)
 async def test_after_a_sync_the_logprobs_are_the_actors(
+    kind: str,
     method: str,
-    served: tuple[str, dict[str, object], RolloutWorker],
+    serve: Callable[[str], Served],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kind, settings, worker = served
+    served = serve(kind)
+    settings, worker = served.settings, served.worker
     if method == "direct-network":
         monkeypatch.setattr("mrl.workers.rollout.machine", lambda: "another-machine")
     assert isinstance(worker.engine, VLLMEngine)

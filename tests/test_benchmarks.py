@@ -1,0 +1,49 @@
+"""Every benchmark runs, on sizes that measure nothing, and prints its rows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+QUICK: dict[str, tuple[str, str]] = {
+    "decode": ("--only 1M --case equal --repeats 1", "1.0 M"),
+    "logprob_memory": ("--tokens 64 --words 500 --hidden 16 --repeats 1", "TRL"),
+    "overhead": ("--quick --steps 3", "%"),
+    "run_store": ("--rows 400 --per-step 8 --tokens 20 --steps 2 --step-seconds 0.1", "ms"),
+    "sandbox": ("--seconds 0.5", "programs, one sleeping"),
+    "vs_trl": ("--quick --lengths tail --sides mrl TRL --steps 1", "TRL"),
+}
+VLLM: dict[str, tuple[str, str]] = {
+    "overlap": ("--lengths tail --steps 6 --prompts 2 --limit 16", "pipeline"),
+    "weight_sync": ("--shapes 1m --methods direct,reload,volume,delta --repeat 1", "x write+read"),
+}
+
+
+def output_of(name: str, arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ.copy(), timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_all_are_listed_here() -> None:
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*QUICK, *VLLM}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_benchmark(name: str) -> None:
+    arguments, printed = QUICK[name]
+    assert printed in output_of(name, arguments)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", VLLM)
+def test_benchmark_with_vllm(name: str) -> None:
+    arguments, printed = VLLM[name]
+    assert printed in output_of(name, arguments)
