@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
     parser.add_argument("--vllm-python", help="interpreter of the environment that has vLLM (default: this one)")
     parser.add_argument("--lengths", choices=["fixed", "tail"], nargs="+", default=["fixed", "tail"])
+    parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="beside `off`")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--limit", type=int, default=96, help="longest completion, in tokens")
@@ -47,7 +48,8 @@ def main() -> None:
         print("| mode | step, s | longer part, s | ratio | first quarter | last quarter | staleness | dropped |")
         print("|---|---|---|---|---|---|---|---|", flush=True)
         longer = 0.0
-        for mode, changes in MODES.items():
+        for mode in dict.fromkeys(["off", *options.modes]):
+            changes = MODES[mode]
             with tempfile.TemporaryDirectory(prefix="mrl-overlap-") as folder:
                 rows = run(Path(folder), options, lengths, changes)
             counted = rows[WARM_UP:]

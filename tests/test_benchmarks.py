@@ -19,7 +19,7 @@ QUICK: dict[str, tuple[str, str]] = {
     "vs_trl": ("--quick --lengths tail --sides mrl TRL --steps 1", "TRL"),
 }
 VLLM: dict[str, tuple[str, str]] = {
-    "overlap": ("--lengths tail --steps 6 --prompts 2 --limit 16", "pipeline"),
+    "overlap": ("--modes pipeline --lengths tail --steps 6 --prompts 2 --limit 16", "pipeline"),
     "weight_sync": ("--shapes 1m --methods direct,reload,volume,delta --repeat 1", "x write+read"),
 }
 

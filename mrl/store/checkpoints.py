@@ -2,7 +2,7 @@
 
     checkpoints/step-40/
       config.json, model.safetensors, tokenizer…   (LoRA: adapter_config.json, adapter_model.safetensors)
-      trainer/optimizer.pt, scheduler.pt, rng.pt   what training goes on from
+      trainer/optimizer.pt, scheduler.pt, rng.pt, gap_probe.json   what training goes on from
       trainer/state.json                           step, policy version, data cursor, trackers' ids …
       manifest.json                                size and sha256 of every file
 

@@ -36,7 +36,7 @@ from mrl.workers.objective import Objective, kl_estimator
 from mrl.workers.optimizer import check_offload, make_optimizer, make_scheduler
 from mrl.workers.publisher import Publisher
 from mrl.workers.rows import Rows, make_rows
-from mrl.workers.snapshot import fits_in_memory_twice, load_snapshot, take_snapshot
+from mrl.workers.snapshot import GAP_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
 from mrl.workers.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ class ActorWorker:
         self.finish_checkpoint()
         copy = beside and served is None and fits_in_memory_twice(self.model, self.optimizer)
         snapshot = take_snapshot(self.model, self.tokenizer, self.optimizer, self.scheduler, copy=copy)
+        snapshot.gap_probe = self.gap_probe.state()
         full_state = {**state, "actor": {"step": self.step, "skipped_in_a_row": self.skipped_in_a_row}}
         if not copy:
             write_checkpoint(Path(path), lambda folder: snapshot.write(folder, served), full_state)
@@ -218,6 +219,8 @@ class ActorWorker:
         load_snapshot(Path(path), self.model, self.optimizer, self.scheduler)
         actor_state = json.loads((Path(path) / STATE).read_text())["actor"]
         self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
+        if (probe := Path(path) / GAP_PROBE).exists():  # older checkpoints have none
+            self.gap_probe.load_state(json.loads(probe.read_text()))
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""

@@ -29,7 +29,7 @@ from mrl.workers.rows import Rows, make_rows, versions_of
 PROBE_SAMPLES, PROBE_CONTEXT, PROBE_TOKENS = 2, 32, 32
 """Sequences that every version scores, and how much of each prompt and completion: 128 tokens, once a publish."""
 KEPT_VERSIONS = 64
-"""Of which it is remembered what they gave."""
+"""Of which it is remembered what they gave, beside the first of all."""
 EXAMINED_SAMPLES, EXAMINED_TOKENS = 8, 128
 """Samples that are scored again, those furthest apart, and how many of their tokens at most; all logits of these are in
 memory (128 x 151,936 words: 80 MB, and some copies)."""
@@ -116,6 +116,16 @@ class GapProbe:
         """The step is over: the weights are no longer those that were published."""
         self.version = None
 
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on from; plain data."""
+        probe = [[s.prompt_ids, s.completion_ids, s.logprobs] for s in self.probe]
+        return {"probe": probe, "scores": {str(version): scores for version, scores in self.scores.items()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Know again what `state` knew."""
+        self.probe = [Sample(prompt, ids, logprobs, [1] * len(ids), 0) for prompt, ids, logprobs in state["probe"]]
+        self.scores = {int(version): scores for version, scores in state["scores"].items()}
+
     # --- inner ------------------------------------------------------------------------------------------------------
 
     def _comparison(self, samples: list[Sample]) -> Comparison:
@@ -134,7 +144,7 @@ class GapProbe:
             return
         rows = make_rows(_batch(self.probe, 1.0), self.forward.device)
         self.scores[self.version] = self._logprobs(self.forward, model, rows).tolist()
-        for version in sorted(self.scores)[:-KEPT_VERSIONS]:
+        for version in sorted(self.scores)[1:-KEPT_VERSIONS]:
             del self.scores[version]
 
     def _evidence(self, model: Any, parts: list[Rows]) -> GapEvidence:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from mrl.errors import CheckpointError
 from mrl.store.checkpoints import SERVED
+
+GAP_PROBE = "trainer/gap_probe.json"
+"""File in a checkpoint."""
 
 
 @dataclass
@@ -26,6 +30,8 @@ class Snapshot:
     scheduler: dict[str, Any]
     rng: dict[str, Any]
     copied: bool
+    gap_probe: dict[str, Any] = field(default_factory=dict)
+    """What `GapProbe` knows of the versions up to now."""
 
     def write(self, folder: Path, served: str | None = None) -> None:
         """Write model, tokenizer, optimizer, schedule and RNG states into `folder`, and the file `served` as it is."""
@@ -34,6 +40,7 @@ class Snapshot:
         torch.save(self.optimizer, folder / "trainer" / "optimizer.pt")
         torch.save(self.scheduler, folder / "trainer" / "scheduler.pt")
         torch.save(self.rng, folder / "trainer" / "rng.pt")
+        (folder / GAP_PROBE).write_text(json.dumps(self.gap_probe))
         if served is not None:
             shutil.copyfile(served, folder / SERVED)
 
