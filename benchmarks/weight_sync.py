@@ -11,7 +11,8 @@ Needs vLLM in this environment, or in the one that --python names. Models are ra
 - each method: publish (by the actor), load (by vLLM, until it has confirmed the checksum), their sum, the bytes, and
   its total as a multiple of `memcpy`, of `memcpy+load` and of `write+read`.
 
-The median of --repeat syncs, after one that is not counted; between two syncs every weight changes.
+The median of --repeat syncs, after one that is not counted; between two syncs every weight changes. The floors are
+measured before each sync, so that a multiple compares what the machine did at about the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ SHAPES: dict[str, dict[str, int]] = {
     "120m": {"hidden": 768, "layers": 12, "heads": 12, "kv": 4, "inner": 3072, "vocab": 32_000},
     "0.5b": {"hidden": 896, "layers": 24, "heads": 14, "kv": 2, "inner": 4864, "vocab": 151_936},
 }
-FLOORS = ("memcpy", "memcpy+load", "write+read")
 METHODS = ("direct", "reload", "reload-memory", "volume", "delta", "checkpoint")
 
 
@@ -60,15 +60,12 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> None
 
     model, tokenizer = build(shape, folder / "model")
     dtype = getattr(torch, options.dtype)
-    size, floor = memcpy(model, dtype)
-    floors: dict[str, float] = {}
+    floors = Floors(model, dtype, folder)
 
-    def say(method: str, publish: float, load: float, bytes_: int) -> None:
-        measured = row(shape, options.dtype, method, publish, load, bytes_, floors)
+    def say(method: str, publish: float, load: float, bytes_: int, beside: dict[str, float]) -> None:
+        measured = row(shape, options.dtype, method, publish, load, bytes_, beside)
         print(json.dumps(measured) if options.json else text(measured), flush=True)
 
-    say("memcpy", floor, 0.0, size)
-    say("write+read", *disk(size, folder), size)
     worker = RolloutWorker(
         "vllm",
         {"model": str(folder / "model"), "device": "cpu", "max_model_len": 64, "dtype": options.dtype},
@@ -84,16 +81,21 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> None
                 where / f"mrl-benchmark-{os.getpid()}", deadline=600, **extra
             )
             handle = InlineHandle(worker, name, 600)
-            reports, own = [], []
+            reports, loads, beside = [], [], []
             for version in range(1 + (1 if name == "checkpoint" else options.repeat)):
                 change(model)
+                beside.append(floors.measure())
                 reports.append(await sync.sync(actor, [handle], version))
-                own.append((await handle.call("health"))["load_seconds"])
+                loads.append((await handle.call("health"))["load_seconds"])
             counted = reports[1:]
+            floor = {key: statistics.median(seconds[key] for seconds in beside[1:]) for key in beside[0]}
             if name == "direct":
-                say("memcpy+load", floor, statistics.median(own[1:]), size)
+                floor["memcpy+load"] = floor["memcpy"] + statistics.median(loads[1:])
             publish = statistics.median(report.publish_seconds for report in counted)
-            say(name, publish, statistics.median(report.load_seconds for report in counted), counted[-1].bytes)
+            load = statistics.median(report.load_seconds for report in counted)
+            for key, seconds in floor.items():
+                say(f"({key})", seconds, 0.0, floors.bytes, {})
+            say(name, publish, load, counted[-1].bytes, floor)
             sync.close()
     finally:
         worker.close()
@@ -146,40 +148,33 @@ def change(model: torch.nn.Module) -> None:
         parameter.add_(torch.empty_like(parameter).uniform_(-1e-6, 1e-6))
 
 
-def memcpy(model: torch.nn.Module, dtype: torch.dtype) -> tuple[int, float]:
-    """Bytes of the weights in the dtype they are served in, and the seconds copying so many takes."""
-    source = [p.detach().to(dtype) for p in model.parameters()]
-    target = [torch.empty_like(t).fill_(1) for t in source]
-    seconds = []
-    for _ in range(5):
+class Floors:
+    """What handling the same bytes costs without any engine."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, folder: Path) -> None:
+        self.source = [p.detach().to(dtype) for p in model.parameters()]
+        self.target = [torch.empty_like(t).fill_(1) for t in self.source]
+        self.bytes = sum(t.numel() * t.element_size() for t in self.source)
+        self.data = torch.ones(self.bytes, dtype=torch.uint8).numpy()
+        self.path = folder / "bytes"
+
+    def measure(self) -> dict[str, float]:
+        """Seconds of each floor, once."""
         start = time.perf_counter()
-        for a, b in zip(source, target, strict=True):
+        for a, b in zip(self.source, self.target, strict=True):
             b.copy_(a)
-        seconds.append(time.perf_counter() - start)
-    return sum(t.numel() * t.element_size() for t in source), statistics.median(seconds)
-
-
-def disk(size: int, folder: Path) -> tuple[float, float]:
-    """Seconds to write so many bytes to a new file, and to read them into new memory."""
-    data = torch.ones(size, dtype=torch.uint8).numpy()
-    path, seconds = folder / "bytes", []
-    for _ in range(3):
-        path.unlink(missing_ok=True)
-        start = time.perf_counter()
-        data.tofile(path)
-        written = time.perf_counter()
-        len(path.read_bytes())
-        seconds.append((written - start, time.perf_counter() - written))
-    path.unlink()
-    return sorted(seconds, key=sum)[1]
+        copied = time.perf_counter()
+        self.data.tofile(self.path)
+        len(self.path.read_bytes())
+        done = time.perf_counter()
+        self.path.unlink()
+        return {"memcpy": copied - start, "write+read": done - copied}
 
 
 def row(
     shape: str, dtype: str, name: str, publish: float, load: float, size: int, floors: dict[str, float]
 ) -> dict[str, Any]:
-    """One measurement, as a multiple of each floor that is known by now."""
-    if name in FLOORS:
-        floors[name] = publish + load
+    """One measurement, as a multiple of the floors measured beside it."""
     return {
         "shape": shape,
         "dtype": dtype,
