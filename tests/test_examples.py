@@ -37,6 +37,7 @@ def test_python_api(folder: Path) -> None:
     assert "after 2 steps" in out
 
 
+@pytest.mark.slow
 def test_two_rewards(folder: Path) -> None:
     out = run(
         mrl("train", "two_rewards.yaml", "--max-steps", "2", "--eval-samples", "4", "--json"), folder / "examples"
@@ -79,6 +80,7 @@ def test_sums(folder: Path) -> None:
     assert "after 2 steps" in out
 
 
+@pytest.mark.slow
 def test_math_answers(folder: Path) -> None:
     small = ["--model", "starter", "--max-steps", "1", "--max-completion-length", "16", "--json"]
     metrics = json.loads(run(mrl("train", "math_answers.yaml", *small), folder / "examples"))["metrics"]
@@ -86,6 +88,7 @@ def test_math_answers(folder: Path) -> None:
     assert metrics["rollout/failed_fraction"] == 0
 
 
+@pytest.mark.slow
 def test_sft(folder: Path) -> None:
     out = run(mrl("train", "sft.yaml", "--num-epochs", "3", "--run-name", "r"), folder / "examples")
     assert "loss.png" in out

@@ -83,7 +83,14 @@ CASES: dict[str, tuple[type[TransformersEngine], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("engine", "options", "named"), CASES.values(), ids=CASES, indirect=["engine"])
+SIMILAR = ("temperature-and-top-p", "tighter-top-p", "min-p")
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "named"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in SIMILAR)) for name, case in CASES.items()],
+    indirect=["engine"],
+)
 def test_a_planted_cause_is_named_and_stops_the_run(
     sharp_model: str, tmp_path: Path, engine: str, options: dict[str, Any], named: str
 ) -> None:
