@@ -11,7 +11,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 QUICK: dict[str, tuple[str, str]] = {
-    "decode": ("--only 1M --case equal --repeats 1", "1.0 M"),
+    "decode": ("--only 1M --case equal --repeats 1", "equal prompts"),
     "logprob_memory": ("--tokens 64 --words 500 --hidden 16 --repeats 1", "TRL"),
     "overhead": ("--quick --steps 3", "%"),
     "run_store": ("--rows 400 --per-step 8 --tokens 20 --steps 2 --step-seconds 0.1", "ms"),
