@@ -110,8 +110,9 @@ def run(folder: Path, options: argparse.Namespace, lengths: str, changes: dict[s
 
 
 def lower_half(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Share of tokens from the lower half of the vocabulary."""
-    return [sum(token < SHAPE["vocab_size"] // 2 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+    """Share of tokens from the lower half of the vocabulary. The end (id 0) is none, or ending at once would pay."""
+    words = [[token for token in ids if token] for ids in completion_ids]
+    return [sum(token < SHAPE["vocab_size"] // 2 for token in ids) / max(1, len(ids)) for ids in words]
 
 
 if __name__ == "__main__":
