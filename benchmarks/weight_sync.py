@@ -9,7 +9,7 @@ Needs vLLM in this environment, or in the one that --python names. Models are ra
   clock, in the syncs by `direct`): the floor of `direct`;
 - `write+read`: the bytes written to a file beside the run and read back into memory, the floor of `reload`;
 - each method: publish (by the actor), load (by vLLM, until it has confirmed the checksum), their sum, the bytes, and
-  its total as a multiple of `memcpy`, of `memcpy+load` and of `write+read`.
+  its total as a multiple of the floors beside it (`memcpy+load`: `direct` alone).
 
 The median of --repeat syncs, after one that is not counted; between two syncs every weight changes. The floors are
 measured before each sync, so that a multiple compares what the machine did at about the same time.

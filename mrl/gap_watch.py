@@ -38,7 +38,7 @@ class GapWatch:
         causes = find_causes(evidence, views, asked)
         found = f"logprobs of sampler and trainer are {gap:.2g} nats per token apart, max_logprob_gap is {limit:g}"
         if evidence.moved:
-            found += f" (tokens of older weights; {evidence.moved:.2g} nats that these may have moved are not counted)"
+            found += f" (tokens of older weights; {evidence.moved:.2g} nats, what updates may have moved, left out)"
             if not causes:
                 self._doubt(f"step {step}: {found}. Likely causes:\n{_listed(all_causes(evidence, asked))}")
                 return

@@ -37,7 +37,7 @@ class Rows:
     """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
     entropy_weights_BT: Tensor | None = None
     compared_BT: Tensor | None = None
-    """Whether a trained token was sampled by the very weights that are trained now; None = none was."""
+    """Whether a trained token is compared with its sampler, by the version it was sampled with; None = none is."""
     cut: Cut = NO_CUT
     """How the samplers were told to cut the distribution."""
     layout: Any = None

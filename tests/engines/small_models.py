@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -86,6 +87,16 @@ def fresh_logprobs(model: PreTrainedModel, sequence: TokenSequence) -> list[floa
         logprobs = torch.log_softmax(model(ids).logits[0].float() / sequence.temperature, -1)
     start = len(sequence.prompt_ids)
     return logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].tolist()
+
+
+def assert_same(got: list[Completion], expected: list[Completion]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert (one.request_id, one.token_ids, one.finish_reason) == (
+            other.request_id,
+            other.token_ids,
+            other.finish_reason,
+        )
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 class InputShapes:

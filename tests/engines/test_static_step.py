@@ -25,6 +25,7 @@ from mrl.engines.transformers import TransformersEngine
 from mrl.engines.transformers_model import CausalLM
 from mrl.errors import EngineError
 from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
+from tests.engines.small_models import assert_same
 from tests.engines.test_architectures import ARCHITECTURES, OWN, VOCAB, build
 
 SYNCS = {"aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.equal", "aten.is_nonzero"}
@@ -77,16 +78,6 @@ def generate(engine: TransformersEngine, asked: list[GenerateRequest]) -> list[C
     completions = asyncio.run(engine.generate(asked))
     engine.close()
     return completions
-
-
-def assert_same(got: list[Completion], expected: list[Completion]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert (one.request_id, one.token_ids, one.finish_reason) == (
-            other.request_id,
-            other.token_ids,
-            other.finish_reason,
-        )
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 # --- the same completions ---------------------------------------------------------------------------------------------

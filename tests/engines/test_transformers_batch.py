@@ -10,7 +10,15 @@ from mrl.engines.decode_queue import Limits
 from mrl.engines.transformers import TransformersEngine
 from mrl.engines.transformers_model import CausalLM
 from mrl.types import Completion, GenerateRequest, SamplingParams
-from tests.engines.small_models import InputShapes, build, generate, greedy_reference, prompts_of, requests_for
+from tests.engines.small_models import (
+    InputShapes,
+    assert_same,
+    build,
+    generate,
+    greedy_reference,
+    prompts_of,
+    requests_for,
+)
 
 
 def test_shared_prompts_are_computed_once(engine, qwen):
@@ -82,13 +90,7 @@ def test_waiting_requests_take_the_places_of_those_that_ended(model):
     ]
     expected, _ = run_with(model, requests)
     got, shapes = run_with(model, requests, max_rows=4)
-    for one, other in zip(got, expected, strict=True):
-        assert (one.request_id, one.token_ids, one.finish_reason) == (
-            other.request_id,
-            other.token_ids,
-            other.finish_reason,
-        )
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert_same(got, expected)
     steps = [rows for rows, columns in shapes if columns == 1]
     assert max(steps) == 4
     if CausalLM(model, 128, None).replaces_rows:
