@@ -107,7 +107,9 @@ def replay(argv: list[str]) -> int:
     if result.changed is None:
         console.print("the record does not say on what it was computed", highlight=False)
     elif result.changed or not result.exact:
-        console.print(f"another than in the run: {', '.join(result.changed) or 'nothing that is known'}", highlight=False)
+        console.print(
+            f"another than in the run: {', '.join(result.changed) or 'nothing that is known'}", highlight=False
+        )
     return REPLAY_CODES[result.verdict]
 
 

@@ -47,7 +47,7 @@ class Difference:
         return 0.0 if repr(self.recorded) == repr(self.replayed) else self.replayed - self.recorded
 
     def is_rounding(self, tolerance: float) -> bool:
-        """Whether it is no more than `tolerance` of the metric. What a single token decides, a maximum, tells nothing."""
+        """Whether it is no more than `tolerance` of the metric. A maximum, which one token decides, tells nothing."""
         if self.difference == 0.0 or (self.name.endswith("_max") and math.isfinite(self.difference)):
             return True
         if self.name in EXACT:

@@ -29,7 +29,7 @@ def fixed_order(device: torch.device) -> Iterator[None]:
         if mine:
             _users += 1
             torch.set_deterministic_debug_mode("warn")
-            torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and costs time
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
     try:
         yield
     finally:
@@ -37,4 +37,4 @@ def fixed_order(device: torch.device) -> Iterator[None]:
             _users -= mine
             if mine and not _users:
                 torch.set_deterministic_debug_mode("default")
-                torch.utils.deterministic.fill_uninitialized_memory = True
+                torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
