@@ -19,8 +19,8 @@ class Engine(Protocol):
     a run begins; `create` gets the same options.
     """
 
-    version: int
-    """The policy version now active."""
+    version: int | None
+    """The policy version now active; None while it has no weights to serve."""
 
     @classmethod
     def create(cls, config: ModelConfig, module: nn.Module | None = None) -> Self:
