@@ -157,18 +157,21 @@ def nest(options: dict[str, Any]) -> dict[str, Any]:
                     if inner in fields:
                         raise ConfigError(f"{name}.{inner}: {inner} is an option of {fields[inner][0]}; move it there")
                     raise ConfigError(unknown_option(f"{name}.{inner}", inner, list(fields)))
-            _merge(nested.setdefault(name, {}), values)
+            _merge(nested, name, values)
         elif name in fields:
-            _merge(nested.setdefault(fields[name][0], {}), {name: value})
+            _merge(nested, fields[name][0], {name: value})
         else:
             raise ConfigError(unknown_option(name, name, [*fields, *sections]))
     return nested
 
 
-def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+def _merge(nested: dict[str, Any], section: str, values: dict[str, Any]) -> None:
+    into = nested.setdefault(section, {})
     for name, value in values.items():
-        if name in into and into[name] != value:
-            raise ConfigError(f"{name} is given twice, as {into[name]!r} and {value!r}: give it once")
+        if name in into:
+            raise ConfigError(
+                f"{name} is given twice, flat and in {section} (as {into[name]!r} and {value!r}): give it once"
+            )
         into[name] = value
 
 
