@@ -19,7 +19,7 @@ DEFAULTS = {
     "train_dataset": None,
     "actor_gpu": "A100",
     "rollout_gpu": "A10G",
-    "num_rollout_workers": 2,
+    "num_rollout_workers": 1,
     "num_generations": 4,
     "batch_size": 8,
     "learning_rate": 5e-6,
@@ -36,13 +36,13 @@ DEFAULTS = {
     "epsilon": 0.2,
     "scale_rewards": "group",
     "mask_truncated_completions": False,
-    "max_tokens": 8000,
+    "max_tokens": None,
     "max_model_len": 16384,
     "max_completion_length": 1024,
-    "temperature": 0.7,
-    "top_p": 0.9,
+    "temperature": 1.0,
+    "top_p": 1.0,
     "save_steps": 100,
-    "max_samples": 128,
+    "max_samples": None,
 }
 
 
@@ -119,18 +119,22 @@ def test_a_section_built_by_hand_gives_the_same_kind_of_error() -> None:
 
 
 def test_max_tokens_follows_max_completion_length_unless_it_is_given() -> None:
-    assert OrchestratorConfig.from_flat(max_completion_length=64).generation.max_tokens == 64
+    assert OrchestratorConfig().sampled_tokens == 1024
+    assert OrchestratorConfig.from_flat(max_completion_length=64).sampled_tokens == 64
     both = OrchestratorConfig.from_flat(max_completion_length=64, max_tokens=100)
-    assert both.generation.max_tokens == 100
+    assert both.sampled_tokens == 100
     assert any("max_tokens (100) is above max_completion_length (64)" in note for note in both.notices())
-    assert any("max_tokens (8000)" in note for note in OrchestratorConfig().notices())
-    assert OrchestratorConfig.from_flat(max_completion_length=64).notices() == []
+
+
+def test_defaults_need_no_notices() -> None:
+    assert OrchestratorConfig().notices() == []
+    assert OrchestratorConfig.from_flat(importance_sampling="none").notices() == []
 
 
 def test_options_without_a_meaning_here_are_said() -> None:
-    notes = OrchestratorConfig.from_flat(max_completion_length=64, actor_gpu="H100").notices()
+    notes = OrchestratorConfig.from_flat(actor_gpu="H100").notices()
     assert any("actor_gpu" in note and "inline" in note for note in notes)
-    notes = OrchestratorConfig.from_flat(max_completion_length=64, importance_sampling="none").notices()
+    notes = OrchestratorConfig.from_flat(top_p=0.9, importance_sampling="none").notices()
     assert any("biased" in note for note in notes)
 
 
