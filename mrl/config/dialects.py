@@ -1,0 +1,91 @@
+"""Messages in the words of whoever reads them: flags in a shell, arguments in Python. They are written for recipes."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import yaml
+
+from mrl.config.orchestrator import flat_fields
+
+PYTHON_ONLY = {"train_dataset", "vllm_args"}
+"""Not on the command line; recipes can hold `vllm_args`."""
+ARGUMENTS = ("tokenizer",)
+"""What `MRLTrainer` takes besides the options."""
+VALUE = r"\[[^\]]*\]|\{[^}]*\}|'[^']*'|[\w./@+-]*\w"
+
+
+def in_flags(message: str, keys: Collection[str] = ()) -> str:
+    """`use max_tokens: 64` becomes `use --max-tokens 64`. keys: options that a recipe gives, which stay as they are."""
+
+    def setting(name: str, value: str) -> str:
+        if value in ("true", "false"):
+            return _flag(name) if value == "true" else f"--no-{_flag(name)[2:]}"
+        return f"{_flag(name)} {value}"
+
+    return _reworded(
+        message, {*keys, *PYTHON_ONLY}, subject=lambda name: f"{_flag(name)}:", setting=setting, bare=_flag
+    )
+
+
+def in_python(message: str, given: Mapping[str, Any]) -> str:
+    """`use max_tokens: 64` becomes `use max_tokens=64`. given: the arguments, of which the one at fault is shown."""
+
+    def subject(name: str) -> str:
+        shown = repr(given.get(name)) if isinstance(given.get(name), str | int | float) else ""
+        return f"{name}={shown}:" if shown and len(shown) < 40 else f"{name}=…:"
+
+    def setting(name: str, value: str) -> str:
+        try:
+            return f"{name}={yaml.safe_load(value)!r}" if value[0] != "'" else f"{name}={value}"
+        except yaml.YAMLError:
+            return f"{name}={value}"
+
+    return _reworded(message, (), subject=subject, setting=setting, bare=lambda name: f"{name}=")
+
+
+def _reworded(
+    message: str,
+    keep: Collection[str],
+    *,
+    subject: Callable[[str], str],
+    setting: Callable[[str, str], str],
+    bare: Callable[[str], str],
+) -> str:
+    def replace(match: re.Match[str]) -> str:
+        name = match["subject"] or match["set"] or match["with"] or match["bare"] or match["meant"] or match["unknown"]
+        if name in keep:
+            return match[0]
+        if match["subject"]:
+            return subject(name)
+        if match["set"]:
+            return setting(name, match["value"])
+        if match["with"]:
+            return setting(name, match["amount"])
+        if match["bare"]:
+            return bare(name)
+        return f"{match['verb'] or 'unknown option'} '{bare(name)}'"
+
+    return _patterns().sub(replace, message)
+
+
+@functools.cache
+def _patterns() -> re.Pattern[str]:
+    names = sorted([*flat_fields(), *ARGUMENTS], key=len, reverse=True)
+    any_name, long_name = "|".join(names), "|".join(name for name in names if "_" in name)
+    before, after = r"(?<![\w./'\"=`-])", r"(?![\w/'\"=`-]|\.\w)"
+    return re.compile(
+        rf"(?:^|(?<=;[ ]))(?P<subject>{any_name}):(?=\s)"
+        rf"|{before}(?P<set>{any_name}):[ ](?P<value>{VALUE})"
+        rf"|{before}(?P<with>{long_name})[ ]\((?P<amount>[\w.+-]+)\)"
+        rf"|{before}(?P<bare>{long_name}){after}"
+        rf"|(?P<verb>did[ ]you[ ]mean|it[ ]is[ ]called)[ ]'(?P<meant>{any_name})'"
+        r"|unknown[ ]option[ ]'(?P<unknown>\w+)'"
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
