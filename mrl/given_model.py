@@ -70,6 +70,9 @@ class GivenModel:
             return
         if (run_dir / "config.yaml").exists():
             raise ConfigError(f"run_dir: {run_dir} already holds a run; choose another name or delete it")
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_disk(folder, self.model.num_parameters(), copies=1)

@@ -1,4 +1,4 @@
-"""A model and its tokenizer as objects: trained as a copy, recorded, resumed; refused where no file can stand for them."""
+"""A model and its tokenizer as objects: trained as a copy, recorded, resumed; refused where no file holds them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_what_files_cannot_stand_for_is_refused(given: dict[str, Any], tmp_path:
     ):
         with pytest.raises(ConfigError, match=message):
             trainer(tmp_path / "run", **(given | options))
-    smaller = Qwen2ForCausalLM(type(config)(**(config.to_dict() | {"vocab_size": 8})))
+    smaller = Qwen2ForCausalLM(
+        type(config)(**(config.to_dict() | {"vocab_size": 8, "pad_token_id": None, "eos_token_id": 0}))
+    )
     with pytest.raises(ConfigError, match="tokens, and the model embeddings for 8"):
         trainer(tmp_path / "run", **(given | {"model": smaller}))
     with pytest.raises(ConfigError, match="argument of MRLTrainer"):
