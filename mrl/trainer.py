@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from mrl.config import ModelConfig, OrchestratorConfig
 from mrl.config.dialects import in_python
 from mrl.config.keywords import Options
-from mrl.errors import ConfigError, MRLError
+from mrl.errors import ConfigError, DataError, ModelError, MRLError, RewardError
 from mrl.orchestrator import Orchestrator
 from mrl.recorded_run import RunResult
 from mrl.report import write_png
@@ -87,8 +87,12 @@ class MRLTrainer:
         return make_config(options | {"model": self._given.name})
 
     def _reword(self, error: MRLError) -> None:
-        """Errors speak of arguments where arguments were given."""
-        if self._arguments and not error.worded:
+        """Errors about what was given speak of arguments where arguments were given."""
+        if (
+            self._arguments
+            and isinstance(error, (ConfigError, DataError, ModelError, RewardError))
+            and not error.worded
+        ):
             error.reword(in_python(str(error), self._arguments))
 
     def _run(self) -> Coroutine[Any, Any, RunResult]:

@@ -20,8 +20,8 @@ from mrl.errors import ConfigError
     [
         ("learning_rate: bad; found -1", "--learning-rate: bad; found -1", "learning_rate=-1: bad; found -1"),
         ("too few; use max_tokens: 64", "too few; use --max-tokens 64", "too few; use max_tokens=64"),
-        ("set eval_split or eval_steps.", "set --eval-split or --eval-steps.", "set eval_split= or eval_steps=."),
-        ("lora_r needs use_lora: true", "--lora-r needs --use-lora", "lora_r= needs use_lora=True"),
+        ("set eval_split or eval_steps.", "set --eval-split or --eval-steps.", "set eval_split or eval_steps."),
+        ("lora_r needs use_lora: true", "--lora-r needs --use-lora", "lora_r needs use_lora=True"),
         ("use mode: simple, shuffle: false", "use --mode simple, --no-shuffle", "use mode='simple', shuffle=False"),
         ("max_tokens (9) is above it", "--max-tokens 9 is above it", "max_tokens=9 is above it"),
         (
@@ -29,7 +29,10 @@ from mrl.errors import ConfigError
             "the model, a stop, x/max_tokens.py",
             "the model, a stop, x/max_tokens.py",
         ),
-        ("pass train_dataset", "pass train_dataset", "pass train_dataset="),
+        ("x\n  seed: 1 -> 2\n", "x\n  seed: 1 -> 2\n", "x\n  seed: 1 -> 2\n"),
+        ("say allow_change: [seed, stop]", "say --allow-change seed stop", "say allow_change=['seed', 'stop']"),
+        ("1. temperature: the other", "1. temperature: the other", "1. temperature: the other"),
+        ("pass train_dataset", "pass train_dataset", "pass train_dataset"),
     ],
 )
 def test_a_message_for_recipes_is_said_in_flags_and_in_arguments(message: str, flags: str, python: str) -> None:
@@ -82,7 +85,7 @@ def test_no_hint_leads_to_an_option_there_is_not_or_hides_one_there_is() -> None
             {"model": 3},
             "model=3: give a name, a folder, or a language model of transformers, not an object of type int",
         ),
-        ({"run_name": "x"}, "no dataset: set dataset_name= (a Hub id"),
+        ({"run_name": "x"}, "no dataset: set dataset_name (a Hub id"),
     ],
 )
 def test_python_is_told_of_arguments(options: dict[str, Any], message: str) -> None:

@@ -15,6 +15,9 @@ PYTHON_ONLY = {"train_dataset", "vllm_args"}
 """Not on the command line; recipes can hold `vllm_args`."""
 ARGUMENTS = ("tokenizer",)
 """What `MRLTrainer` takes besides the options."""
+PLAIN = r"[\d.+-][\w.+-]*|true|false|\[.*|'.*"
+SAID = ("use ", "set ", "with ", "needs ", "only with ", "by ", "to ", "and ", "or ", ", ", "(")
+"""`model: of what` is an option only after one of these, `seed: 7` anywhere."""
 VALUE = r"\[[^\]]*\]|\{[^}]*\}|'[^']*'|[\w./@+-]*\w"
 
 
@@ -24,10 +27,12 @@ def in_flags(message: str, keys: Collection[str] = ()) -> str:
     def setting(name: str, value: str) -> str:
         if value in ("true", "false"):
             return _flag(name) if value == "true" else f"--no-{_flag(name)[2:]}"
+        if value.startswith("["):
+            value = " ".join(value[1:-1].split(", "))
         return f"{_flag(name)} {value}"
 
     return _reworded(
-        message, {*keys, *PYTHON_ONLY}, subject=lambda name: f"{_flag(name)}:", setting=setting, bare=_flag
+        message, {*keys, *PYTHON_ONLY}, subject=lambda name: f"{_flag(name)}:", setting=setting, bare=_flag, meant=_flag
     )
 
 
@@ -36,7 +41,7 @@ def in_python(message: str, given: Mapping[str, Any]) -> str:
 
     def subject(name: str) -> str:
         shown = repr(given.get(name)) if isinstance(given.get(name), str | int | float) else ""
-        return f"{name}={shown}:" if shown and len(shown) < 40 else f"{name}=…:"
+        return f"{name}={shown}:" if shown and len(shown) < 40 else f"{name}:"
 
     def setting(name: str, value: str) -> str:
         try:
@@ -44,7 +49,7 @@ def in_python(message: str, given: Mapping[str, Any]) -> str:
         except yaml.YAMLError:
             return f"{name}={value}"
 
-    return _reworded(message, (), subject=subject, setting=setting, bare=lambda name: f"{name}=")
+    return _reworded(message, (), subject=subject, setting=setting, bare=str, meant=lambda name: f"{name}=")
 
 
 def _reworded(
@@ -54,6 +59,7 @@ def _reworded(
     subject: Callable[[str], str],
     setting: Callable[[str, str], str],
     bare: Callable[[str], str],
+    meant: Callable[[str], str],
 ) -> str:
     def replace(match: re.Match[str]) -> str:
         name = match["subject"] or match["set"] or match["with"] or match["bare"] or match["meant"] or match["unknown"]
@@ -62,12 +68,15 @@ def _reworded(
         if match["subject"]:
             return subject(name)
         if match["set"]:
+            prose = "_" not in name and not re.fullmatch(PLAIN, match["value"])
+            if prose and not message[: match.start()].endswith(SAID):
+                return match[0]
             return setting(name, match["value"])
         if match["with"]:
             return setting(name, match["amount"])
         if match["bare"]:
             return bare(name)
-        return f"{match['verb'] or 'unknown option'} '{bare(name)}'"
+        return f"{match['verb'] or 'unknown option'} '{meant(name)}'"
 
     return _patterns().sub(replace, message)
 
@@ -79,7 +88,7 @@ def _patterns() -> re.Pattern[str]:
     before, after = r"(?<![\w./'\"=`-])", r"(?![\w/'\"=`-]|\.\w)"
     return re.compile(
         rf"(?:^|(?<=;[ ]))(?P<subject>{any_name}):(?=\s)"
-        rf"|{before}(?P<set>{any_name}):[ ](?P<value>{VALUE})"
+        rf"|{before}(?P<set>{any_name}):[ ](?P<value>{VALUE})(?!\S*[ ]->)"
         rf"|{before}(?P<with>{long_name})[ ]\((?P<amount>[\w.+-]+)\)"
         rf"|{before}(?P<bare>{long_name}){after}"
         rf"|(?P<verb>did[ ]you[ ]mean|it[ ]is[ ]called)[ ]'(?P<meant>{any_name})'"
