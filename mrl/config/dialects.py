@@ -15,6 +15,8 @@ PYTHON_ONLY = {"train_dataset", "vllm_args"}
 """Not on the command line; recipes can hold `vllm_args`."""
 ARGUMENTS = ("tokenizer",)
 """What `MRLTrainer` takes besides the options."""
+DICTS = ("rename", "sandbox_options", "vllm_args", "trl_args")
+"""What stands behind them is a key."""
 PLAIN = r"[\d.+-][\w.+-]*|true|false|\[.*|'.*"
 SAID = ("use ", "set ", "with ", "needs ", "only with ", "by ", "to ", "and ", "or ", ", ", "(")
 """`model: of what` is an option only after one of these, `seed: 7` anywhere."""
@@ -44,10 +46,10 @@ def in_python(message: str, given: Mapping[str, Any]) -> str:
         return f"{name}={shown}:" if shown and len(shown) < 40 else f"{name}:"
 
     def setting(name: str, value: str) -> str:
-        try:
-            return f"{name}={yaml.safe_load(value)!r}" if value[0] != "'" else f"{name}={value}"
-        except yaml.YAMLError:
-            return f"{name}={value}"
+        if value in ("true", "false") or value.startswith("["):
+            return f"{name}={yaml.safe_load(value)!r}"
+        quoted = value.startswith("'") or re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", value)
+        return f"{name}={value}" if quoted else f"{name}={value!r}"
 
     return _reworded(message, (), subject=subject, setting=setting, bare=str, meant=lambda name: f"{name}=")
 
@@ -63,7 +65,7 @@ def _reworded(
 ) -> str:
     def replace(match: re.Match[str]) -> str:
         name = match["subject"] or match["set"] or match["with"] or match["bare"] or match["meant"] or match["unknown"]
-        if name in keep:
+        if name in keep or (match["set"] and name in DICTS):
             return match[0]
         if match["subject"]:
             return subject(name)
