@@ -89,10 +89,12 @@ def stored_options(run: Path) -> dict[str, Any]:
 def resumed_config(run: Path, given: dict[str, Any]) -> OrchestratorConfig:
     """The run's own configuration with what was `given` anew in its place. Raises ConfigError.
 
-    Callables and datasets are not in a run's record: they have to be given again.
+    Callables and datasets are not in a run's record: they have to be given again. The record holds every option; those
+    at their defaults do not count as given.
     """
-    options = stored_options(run)
-    known = {name: value for name, value in options.items() if name in flat_fields()}
+    fields = flat_fields()
+    options = {name: value for name, value in stored_options(run).items() if name in fields}
+    known = {name: v for name, v in options.items() if v != fields[name][1].get_default(call_default_factory=True)}
     lost = [name for name, value in known.items() if is_description(value) and name not in given]
     if lost:
         raise ConfigError(
@@ -125,10 +127,9 @@ def check_same_run(run: Path, config: OrchestratorConfig) -> None:
         changed += [n for n in ("max_steps", "num_epochs") if n not in config.run.allow_change and before[n] != now[n]]
     if changed:
         listed = "\n".join(f"  {name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
-        flags = " ".join(f"--allow-change {name}" for name in changed)
         raise ConfigError(
             f"{run}: with these changes it would be another run:\n{listed}\n"
-            f"Leave them as they were, start a new run, or say that you mean it: {flags}"
+            f"Leave them as they were, start a new run, or say that you mean it: allow_change: [{', '.join(changed)}]"
         )
 
 
@@ -137,7 +138,7 @@ def check_same_tasks(point: ResumePoint, tasks: list[Task], config: Orchestrator
     if point.state["tasks"] != fingerprint(tasks) and "dataset_name" not in config.run.allow_change:
         raise ConfigError(
             f"{point.checkpoint.path}: the tasks are not those this run was trained on, so prompts would be skipped or "
-            "repeated. Restore the dataset, or go on with --allow-change dataset_name"
+            "repeated. Restore the dataset, or go on with allow_change: [dataset_name]"
         )
 
 
