@@ -32,17 +32,29 @@ class Checkpointing:
         """Of the newest whole one."""
         return self.store.checkpoint_path(self.written) if self.written else None
 
+    def newest(self) -> int:
+        """The step of the one that is being written, or of the newest whole one; 0 for none."""
+        return self._writing or self.written
+
     async def write(
-        self, step: int, state: dict[str, Any], metrics: dict[str, float], *, served: Path | None, last: bool
+        self,
+        step: int,
+        state: dict[str, Any],
+        metrics: dict[str, float],
+        *,
+        served: Path | None,
+        last: bool,
+        stopping: bool = False,
     ) -> None:
         """state: what training goes on from, besides the actor's part. metrics: of this step, for `best_metric`.
-        served: file with the rollout workers' weights, where they are not the actor's. The last one is waited for.
+        served: file with the rollout workers' weights, where they are not the actor's. The last one is waited for. stopping: the run ends
+        early, perhaps before what `best_metric` names was measured.
 
         Raises CheckpointError when it may not fail, and ConfigError for a `best_metric` there is not.
         """
         await self._finish(step, must=False)
         self.store.flush()  # a checkpoint never knows of a step that the record does not
-        self._update_best(step, metrics)
+        self._update_best(step, metrics, must=not stopping)
         self._writing = step
         try:
             await self.actor.call(
@@ -57,6 +69,10 @@ class Checkpointing:
             return
         if last:
             await self._finish(step, must=True)
+
+    async def finish(self, step: int) -> None:
+        """Wait for the one that is being written, the run's last. Raises CheckpointError."""
+        await self._finish(step, must=True)
 
     async def _finish(self, step: int, *, must: bool) -> None:
         """Wait for the one that is being written, and delete those that are no longer wanted."""
@@ -80,11 +96,13 @@ class Checkpointing:
             raise error
         self.note(f"step {step}: {error}. Going on without it (checkpoint_errors: continue)")
 
-    def _update_best(self, step: int, metrics: dict[str, float]) -> None:
+    def _update_best(self, step: int, metrics: dict[str, float], *, must: bool) -> None:
         name = self.config.training.best_metric
         if name is None:
             return
         sign, name = (-1.0, name[1:]) if name.startswith("-") else (1.0, name)
+        if name not in metrics and not must:
+            return
         if name not in metrics:
             raise ConfigError(f"best_metric: there is no metric {name!r} at step {step}; known: {', '.join(metrics)}")
         if self.best is None or sign * metrics[name] > sign * self.best["value"]:

@@ -11,6 +11,7 @@ from typing import Any
 from mrl.errors import CheckpointError, ConfigError
 from mrl.flags import argument, parse
 from mrl.resume import existing_run
+from mrl.shell import command
 from mrl.store.checkpoints import best_step, find_checkpoint, list_checkpoints
 
 ACTIONS = ("list", "verify", "export", "push")
@@ -43,7 +44,7 @@ def checkpoints(argv: list[str]) -> int:
         return _list(run, verify=action == "verify", as_json=given.get("json", False))
     if "target" not in given:
         raise ConfigError(
-            f"mrl checkpoints RUN {action}: say where to, e.g. `mrl checkpoints {run.name} {action} TARGET`"
+            f"mrl checkpoints RUN {action}: say where to, e.g. `{command('mrl', 'checkpoints', run.name, action)} TARGET`"
         )
     checkpoint = find_checkpoint(run, given.get("which", "newest"))
     if problems := checkpoint.problems():

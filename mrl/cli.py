@@ -6,6 +6,7 @@ message and exit code 2.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import json
@@ -16,7 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import ConfigError, MRLError
+from mrl.errors import ConfigError
+from mrl.last_resort import run_command
+from mrl.shell import command
 
 Command = Callable[[list[str]], int]
 
@@ -43,20 +46,13 @@ EVAL_OPTIONS = [
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the `mrl` command. Exits with 0, with 2 for what the user can mend, with 130 after Ctrl-C."""
+    """Entry point of the `mrl` command. Exits with 0, with 2 for what the user can mend, with 1 for what nobody foresaw,
+    with 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP."""
     # Waiting threads that spin take the cores from whatever else runs, a sandbox for one: on a busy machine a training
     # step then takes ten times as long. Has to be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if argv is None else argv
-    try:
-        sys.exit(_dispatch(arguments))
-    except MRLError as error:
-        _complain(str(error))
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(0)
+    run_command(lambda: _dispatch(arguments), arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -104,16 +100,22 @@ def train(argv: list[str]) -> int:
     if given.pop("simple_mode", False) and given.setdefault("mode", "simple") != "simple":
         raise ConfigError(f"mode: --simple-mode and --mode {given['mode']} say different things: give only one")
 
+    from mrl.interrupts import exit_code
+    from mrl.resume import how_to_go_on
     from mrl.trainer import MRLTrainer, make_config
 
     config = make_config(flat_options(recipe, given))
     trainer = MRLTrainer(config)
     result = trainer.train()
-    if as_json:
-        _print_json(asdict(result))
-    else:
-        _print_run(result, config)
-    return 0
+    stopped = result.status == "interrupted" and result.signal is not None
+    with contextlib.suppress(OSError) if stopped else contextlib.nullcontext():  # the terminal may be gone
+        if as_json:
+            _print_json(asdict(result))
+        elif stopped and not result.steps:
+            print(how_to_go_on(result.run_dir))
+        else:
+            _print_run(result, config)
+    return exit_code(result.signal) if stopped else 0
 
 
 def _print_run(result: Any, config: Any) -> None:
@@ -121,6 +123,7 @@ def _print_run(result: Any, config: Any) -> None:
     from rich.markup import escape
 
     from mrl import report
+    from mrl.resume import how_to_go_on
 
     console = Console(highlight=False)
     run = result.run_dir
@@ -141,16 +144,19 @@ def _print_run(result: Any, config: Any) -> None:
     console.print(f"{result.status} after {result.steps} steps, {result.seconds:.0f} s. Everything is in {run}/")
     if curve.steps:
         console.print(f"  {f'{curve.what} curve':14} {run / f'{curve.what}.png'}")
+    if result.status == "interrupted":
+        print(how_to_go_on(run))
+        return
     if result.checkpoint is None or (config.trl.mode == "simple" and config.trl.algorithm == "reward"):
         return
     split = config.data.eval_split or config.data.dataset_split
     console.print("Go on with", style="bold")
     if config.data.dataset_name and curve.what == "reward":
-        console.print(f"  mrl eval {run} --dataset {config.data.dataset_name} --split {split}", soft_wrap=True)
+        print(f"  {command('mrl', 'eval', run, '--dataset', config.data.dataset_name, '--split', split)}")
     pairs = report.before_and_after(run, 1)
     prompt = pairs[0]["prompt"] if pairs else "your prompt"
-    console.print(f"  mrl sample {run} {json.dumps(prompt)}", soft_wrap=True, markup=False)
-    console.print(f"  mrl train --model {run} …   # train on from here", soft_wrap=True, markup=False)
+    print(f"  {command('mrl', 'sample', run, prompt)}")
+    print(f"  {command('mrl', 'train', '--model', run)} …   # train on from here")
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------
@@ -415,10 +421,6 @@ class _Progress:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
-
-
-def _complain(message: str) -> None:
-    print(f"mrl: error: {message}", file=sys.stderr)
 
 
 def _say(message: str) -> None:

@@ -133,8 +133,9 @@ class Recorder(TrainerCallback):
         last = self.stopping or step >= self.total_steps
         control.should_training_stop = last
         control.should_save = last or bool(training.save_steps and step % training.save_steps == 0)
-        if args.eval_strategy != "no":
-            control.should_evaluate = last or bool(training.eval_steps and step % training.eval_steps == 0)
+        if args.eval_strategy != "no":  # whoever stops it waits for a checkpoint, not for numbers
+            ends = step >= self.total_steps
+            control.should_evaluate = ends or bool(training.eval_steps and step % training.eval_steps == 0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         logs = logs or {}
@@ -158,6 +159,8 @@ class Recorder(TrainerCallback):
         step = state.global_step // self.updates
         self.emit({"kind": "eval", "step": step, "metrics": self.eval_metrics, "groups": groups})
         self.eval_groups = []
+        if self.stopping and step:  # asked while it was evaluating
+            control.should_training_stop = control.should_save = True
         self.started = perf_counter()  # evaluations come between steps and are not a part of one
 
     # --- the record -------------------------------------------------------------------------------------------------
@@ -193,6 +196,8 @@ class Recorder(TrainerCallback):
             return
         sign, name = (-1.0, name[1:]) if name.startswith("-") else (1.0, name)
         known = self.metrics | self.eval_metrics
+        if name not in known and self.stopping:  # before it was measured
+            return
         if name not in known:
             raise ConfigError(f"best_metric: there is no metric {name!r} at step {step}; known: {', '.join(known)}")
         if self.best is None or sign * known[name] > sign * self.best["value"]:
