@@ -47,8 +47,8 @@ class Checkpointing:
         stopping: bool = False,
     ) -> None:
         """state: what training goes on from, besides the actor's part. metrics: of this step, for `best_metric`.
-        served: file with the rollout workers' weights, where they are not the actor's. The last one is waited for. stopping: the run ends
-        early, perhaps before what `best_metric` names was measured.
+        served: file with the rollout workers' weights, where they are not the actor's. The last one is waited for.
+        stopping: the run ends early, perhaps before what `best_metric` names was measured.
 
         Raises CheckpointError when it may not fail, and ConfigError for a `best_metric` there is not.
         """

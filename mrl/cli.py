@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.last_resort import run_command
+from mrl.last_resort import run_command, says_everything
 from mrl.shell import command
 
 Command = Callable[[list[str]], int]
@@ -46,8 +46,8 @@ EVAL_OPTIONS = [
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the `mrl` command. Exits with 0, with 2 for what the user can mend, with 1 for what nobody foresaw,
-    with 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP."""
+    """Entry point of the `mrl` command. Exits with 0, with 2 for what the user can mend, with 1 for what nobody
+    foresaw, with 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP."""
     # Waiting threads that spin take the cores from whatever else runs, a sandbox for one: on a busy machine a training
     # step then takes ten times as long. Has to be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -77,7 +77,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """Train a model by reinforcement learning."""
-    from mrl.flags import argument, flat_options, parse
+    from mrl.config.recipe import located
+    from mrl.flags import argument, find_recipe, flat_options, parse
 
     given = parse(
         "mrl train",
@@ -104,9 +105,9 @@ def train(argv: list[str]) -> int:
     from mrl.resume import how_to_go_on
     from mrl.trainer import MRLTrainer, make_config
 
-    config = make_config(flat_options(recipe, given))
-    trainer = MRLTrainer(config)
-    result = trainer.train()
+    with located(find_recipe(recipe) if recipe else None, given):
+        config = make_config(flat_options(recipe, given))
+        result = MRLTrainer(config).train()
     stopped = result.status == "interrupted" and result.signal is not None
     with contextlib.suppress(OSError) if stopped else contextlib.nullcontext():  # the terminal may be gone
         if as_json:
@@ -127,7 +128,8 @@ def _print_run(result: Any, config: Any) -> None:
 
     console = Console(highlight=False)
     run = result.run_dir
-    print(report.draw_terminal(run, width=min(console.width, 90)))
+    if says_everything():  # it is drawn with characters that others lack
+        print(report.draw_terminal(run, width=min(console.width, 90)))
     for pair in report.before_and_after(run):
         console.rule(escape(pair["task_id"]), align="left")
         console.print(escape(pair["prompt"].strip()), style="dim")
@@ -420,7 +422,7 @@ class _Progress:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=not says_everything()))
 
 
 def _say(message: str) -> None:

@@ -12,7 +12,7 @@ import tyro
 import yaml
 
 from mrl.config import OrchestratorConfig, flat_fields, load_yaml
-from mrl.config.recipe import yaml_numbers
+from mrl.config.recipe import located, yaml_numbers
 from mrl.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -78,16 +78,22 @@ def parse(
 
 def config_from(recipe: str | None, given: dict[str, Any]) -> OrchestratorConfig:
     """Defaults, then the recipe, then the flags. Raises ConfigError."""
-    return OrchestratorConfig.from_flat(**flat_options(recipe, given))
+    with located(find_recipe(recipe) if recipe else None, given):
+        return OrchestratorConfig.from_flat(**flat_options(recipe, given))
 
 
 def flat_options(recipe: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """The recipe's options by flat name, with the flags in their place where both say something. Raises ConfigError."""
-    options = load_yaml(find_recipe(recipe)) if recipe else {}
+    path = find_recipe(recipe) if recipe else None
+    options = load_yaml(path) if path else {}
     sections = set(OrchestratorConfig.model_fields)
     flat: dict[str, Any] = {}
-    for name, value in options.items():
-        flat.update(value if name in sections and isinstance(value, dict) else {name: value})
+    with located(path):
+        for name, value in options.items():
+            for inner, own in (value if name in sections and isinstance(value, dict) else {name: value}).items():
+                if inner in flat and flat[inner] != own:
+                    raise ConfigError(f"{inner} is given twice, as {flat[inner]!r} and {own!r}: give it once")
+                flat[inner] = own
     return flat | given
 
 

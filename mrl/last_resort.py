@@ -10,7 +10,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 import mrl
@@ -60,6 +59,11 @@ def complain(message: str) -> None:
         print(f"mrl: error: {message}", file=sys.stderr)
 
 
+def says_everything() -> bool:
+    """Whether stdout's encoding has every character."""
+    return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+
+
 def _raise(number: int) -> None:
     raise _Signalled(number)
 
@@ -82,8 +86,9 @@ def _unforeseen(error: Exception, arguments: list[str]) -> str:
     head = f"{command('mrl', *arguments)}\nmrl {mrl.__version__}, Python {platform.python_version()}, "
     text = f"{head}{platform.platform()}\n\n{''.join(traceback.format_exception(error))}"
     try:
-        path = Path(tempfile.gettempdir()) / f"mrl-error-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06}.txt"
-        path.write_text(text, encoding="utf-8", errors="replace")
+        descriptor, path = tempfile.mkstemp(prefix=f"mrl-error-{time.strftime('%Y%m%d-%H%M%S')}-", suffix=".txt")
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
     except OSError:
         return f"nobody foresaw this: {what}; please report it with what follows and the output of `mrl doctor`\n{text}"
     return f"nobody foresaw this: {what}; the traceback is in {path}: please report it with the output of `mrl doctor`"

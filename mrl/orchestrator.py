@@ -15,8 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mrl.background import in_background
 from mrl.backends import WorkerHandle
+from mrl.background import in_background
 from mrl.checkpointing import Checkpointing
 from mrl.config import OrchestratorConfig
 from mrl.crew import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout

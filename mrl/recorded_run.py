@@ -81,7 +81,9 @@ class RecordedRun:
             self.config.model.model = pin_model(self.config.model.model)
             await self._unless_stopped(self._prepare())
         except Stopped:
-            return RunResult(self.run_dir, "interrupted", 0, None, {}, seconds=perf_counter() - start, signal=self.signal)
+            return RunResult(
+                self.run_dir, "interrupted", 0, None, {}, seconds=perf_counter() - start, signal=self.signal
+            )
         self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
         self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
         self.store = self._open_store()
@@ -96,8 +98,12 @@ class RecordedRun:
                 self._note(how_to_go_on(self.run_dir))
             self.store.finish(outcome)
         except BaseException as error:
-            outcome = "interrupted" if self.stopping and isinstance(error, asyncio.CancelledError) else "failed"
-            self.store.finish(outcome, f"{type(error).__name__}: {error}")
+            if self.stopping and isinstance(error, asyncio.CancelledError):  # asked twice
+                outcome = "interrupted"
+                self.store.finish(outcome)
+                raise
+            outcome = "failed"
+            self.store.finish("failed", f"{type(error).__name__}: {error}")
             with contextlib.suppress(StoreError):  # which may be the very error
                 self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
             raise

@@ -146,7 +146,7 @@ def check_same_run(run: Path, config: OrchestratorConfig) -> None:
         changed += [n for n in ("max_steps", "num_epochs") if n not in config.run.allow_change and before[n] != now[n]]
     if changed:
         listed = "\n".join(f"  {name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
-        flags = " ".join(f"--allow-change {name}" for name in changed)
+        flags = command(*(word for name in changed for word in ("--allow-change", name)))
         raise ConfigError(
             f"{run}: with these changes it would be another run:\n{listed}\n"
             f"Leave them as they were, start a new run, or say that you mean it: {flags}"

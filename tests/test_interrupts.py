@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import mrl.checkpointing
 import mrl.interrupts as module
 import mrl.orchestrator
 from mrl import MRLTrainer
@@ -26,6 +27,7 @@ from mrl.recorded_run import RunResult
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.workers.actor import ActorWorker
+
 
 def kinds(completions: list[str], **_: Any) -> list[float]:
     return [len(set(text)) / 8 for text in completions]
@@ -128,35 +130,29 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_exactly(
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_nobody_waits_for_a_slow_step(tiny_model: str, tmp_path: Path) -> None:
-    """Its rewards take a minute and more; the step before it is kept meanwhile."""
-    calls = 0
+@pytest.mark.parametrize("where", ["program", "notebook"])
+def test_nobody_waits_for_a_slow_step(where: str, tiny_model: str, tmp_path: Path) -> None:
+    """Its rewards take a minute and more; the step before it is kept meanwhile. In a notebook an event loop is running
+    already, and the run has a thread of its own."""
+    calls, ended = 0, threading.Event()
 
     def slow(completions: list[str], **_: Any) -> list[float]:
         nonlocal calls
         calls += 1
         if calls == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
             ended.wait(90)
         return kinds(completions)
 
-    import threading
-
-    ended = threading.Event()
-    result = run(tiny_model, tmp_path / "run", reward_funcs=slow, eval_split=None, eval_steps=0)
-    assert not ended.is_set()
-    ended.set()
-    assert (result.status, result.steps) == ("interrupted", 1)
-
-
-def test_a_notebooks_interrupt_stops_the_run(tiny_model: str, tmp_path: Path) -> None:
-    """There an event loop is running already, and the run has a thread of its own."""
-    rewards = {"reward_funcs": signalling(kinds, signal.SIGINT, 2), "eval_split": None, "eval_steps": 0}
+    def train() -> RunResult:
+        return run(tiny_model, tmp_path / "run", reward_funcs=slow, eval_split=None, eval_steps=0)
 
     async def notebook() -> RunResult:
-        return run(tiny_model, tmp_path / "run", **rewards)
+        return train()
 
-    result = asyncio.run(notebook())
+    result = train() if where == "program" else asyncio.run(notebook())
+    assert not ended.is_set()
+    ended.set()
     assert (result.status, result.steps, result.signal) == ("interrupted", 1, signal.SIGINT)
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [1]
 
@@ -165,9 +161,6 @@ def test_a_notebooks_second_interrupt_ends_the_call(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run is over soon after, without a word in its record of anything having failed."""
-    import threading
-    import time
-
     calls = 0
 
     def stubborn(completions: list[str], **_: Any) -> list[float]:
