@@ -229,7 +229,9 @@ def _hub_answers(name: str, source: str, revision: str | None) -> bool:
     problem: Exception | None = None
     try:
         cached = isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str)
-        if not constants.HF_HUB_OFFLINE and reachable(constants.ENDPOINT):
+        if not constants.HF_HUB_OFFLINE:
+            if not reachable(constants.ENDPOINT):
+                raise ConnectionError(f"{constants.ENDPOINT} does not answer")
             get_hf_file_metadata(hf_hub_url(source, "config.json", revision=revision))
             return True
     except HFValidationError:

@@ -103,8 +103,11 @@ def stored_options(run: Path) -> dict[str, Any]:
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
         return {name: value for section in sections.values() for name, value in section.items()}
-    except (OSError, yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}), so the run cannot be resumed") from None
+    except (OSError, ValueError, yaml.YAMLError, AttributeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{where}: cannot be read ({problem}), so the run cannot be resumed; restore it") from None
 
 
 def resumed_config(run: Path, given: dict[str, Any]) -> OrchestratorConfig:
