@@ -108,7 +108,7 @@ def train(argv: list[str]) -> int:
     with located(find_recipe(recipe) if recipe else None, given):
         config = make_config(flat_options(recipe, given))
         result = MRLTrainer(config).train()
-    stopped = result.status == "interrupted" and result.signal is not None
+    stopped = result.signal if result.status == "interrupted" else None
     with contextlib.suppress(OSError) if stopped else contextlib.nullcontext():  # the terminal may be gone
         if as_json:
             _print_json(asdict(result))
@@ -116,7 +116,7 @@ def train(argv: list[str]) -> int:
             print(how_to_go_on(result.run_dir))
         else:
             _print_run(result, config)
-    return exit_code(result.signal) if stopped else 0
+    return exit_code(stopped) if stopped else 0
 
 
 def _print_run(result: Any, config: Any) -> None:

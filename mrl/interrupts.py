@@ -77,7 +77,8 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # a closed terminal
             stream.flush()
     deadline = time.monotonic() + SAME_SECONDS
-    others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
+    others = [t for t in threading.enumerate() if t is not threading.main_thread()]
+    others = [t for t in others if not t.daemon or t.name.startswith("mrl-")]  # which may be in the midst of an import
     for thread in others:
         thread.join(max(deadline - time.monotonic(), 0.0))
     if any(thread.is_alive() for thread in others):

@@ -74,7 +74,8 @@ def _check_keys(root: yaml.Node | None, path: str) -> None:
         return
     if not isinstance(root, yaml.MappingNode):
         line = root.start_mark.line + 1
-        raise ConfigError(f"{path}, line {line}: a recipe is a list of `option: value` lines, found a {root.id}")
+        kind = "list" if isinstance(root, yaml.SequenceNode) else "text"
+        raise ConfigError(f"{path}, line {line}: a recipe is a list of `option: value` lines, found a {kind}")
     for mapping in [root, *(value for _, value in root.value if isinstance(value, yaml.MappingNode))]:
         first: dict[str, int] = {}
         for key, value in mapping.value:
