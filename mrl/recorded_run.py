@@ -17,12 +17,24 @@ from mrl.config import OrchestratorConfig
 from mrl.errors import StoreError
 from mrl.interrupts import Stopped, end_process
 from mrl.models import pin_model
-from mrl.resume import ResumePoint, check_same_run, check_same_tasks, find_resume_point, how_to_go_on, record_options
+from mrl.report import first_and_last_reward, shown_completion
+from mrl.resume import (
+    ResumePoint,
+    check_same_run,
+    check_same_tasks,
+    find_resume_point,
+    how_to_go_on,
+    record_options,
+    resume_command,
+)
+from mrl.run_watch import RunWatch, find_troubles
+from mrl.shell import command
 from mrl.store.checkpoints import remove_leftovers
 from mrl.store.run import RunStore
 from mrl.tracking import RunInfo, TrackerSet
-from mrl.tracking.base import Status
+from mrl.tracking.base import WARNING, Status
 from mrl.types import Group
+from mrl.units import duration, plural
 
 T = TypeVar("T")
 
@@ -30,7 +42,7 @@ GIVING_UP_SECONDS = 5.0
 """How long what is given up may take to end; then it is left behind."""
 
 
-@dataclass
+@dataclass(repr=False)
 class RunResult:
     """What a run came to."""
 
@@ -45,6 +57,32 @@ class RunResult:
     seconds: float = 0.0
     signal: int | None = None
     """What asked it to stop, e.g. 2 (SIGINT, which is Ctrl-C) or 15 (SIGTERM)."""
+    rewards: tuple[float, float] | None = None
+    """Mean reward of the run's first step and of its last; None where there were no rewards."""
+    warnings: list[str] = field(default_factory=list)
+    """What went wrong without ending the run, with the sums over all its steps."""
+
+    def __repr__(self) -> str:
+        """A few lines for people: how it ended, what it learned, where it is, how to go on."""
+        figures = []
+        if self.rewards is not None:
+            figures.append("reward {:.3f} → {:.3f}".format(*self.rewards))
+        elif "train/loss" in self.metrics:
+            figures.append(f"loss {self.metrics['train/loss']:.4f}")
+        if "eval/pass_rate" in self.eval_metrics:
+            figures.append(f"held-out pass rate {self.eval_metrics['eval/pass_rate']:.1%}")
+        following = command("mrl", "runs", "show", self.run_dir)
+        if self.checkpoint is not None:
+            sample = command("mrl", "sample", self.run_dir, "your prompt")
+            following = sample if self.status == "finished" else resume_command(self.run_dir)
+        lines = [
+            f"{self.status} after {plural(self.steps, 'step')}, {duration(self.seconds)}",
+            *([", ".join(figures)] if figures else []),
+            *(f"warning: {warning}" for warning in self.warnings),
+            f"in {self.run_dir}",
+            f"next: {following}",
+        ]
+        return "RunResult: " + "\n  ".join(lines)
 
 
 class RecordedRun:
@@ -70,6 +108,7 @@ class RecordedRun:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._asked = asyncio.Event()
         self._gives_up = False
+        self.watch = RunWatch(config, run_dir, self._warn)
 
     async def run(self) -> RunResult:
         """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
@@ -77,24 +116,29 @@ class RecordedRun:
         self._event_loop = asyncio.get_running_loop()
         if self.signal is not None:  # before there was a loop to tell
             self._stop()
+        self.config.model.model = pin_model(self.config.model.model)
+        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+        self.trackers.phase("loading data")
         try:
-            self.config.model.model = pin_model(self.config.model.model)
             await self._unless_stopped(self._prepare())
         except Stopped:
-            return RunResult(
-                self.run_dir, "interrupted", 0, None, {}, seconds=perf_counter() - start, signal=self.signal
-            )
-        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+            self.trackers.finish("interrupted")
+            seconds = perf_counter() - start
+            return RunResult(self.run_dir, "interrupted", 0, None, {}, seconds=seconds, signal=self.signal)
+        self.trackers.phase("loading", self.config.model.model)
         self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
         self.store = self._open_store()
         outcome: Status = "failed"
         checkpoint = None if self.point is None else self.point.checkpoint.path
+        warnings: list[str] = []
         try:
             with contextlib.suppress(Stopped):  # while it loaded: what there was before is what there is
                 await self._train()
                 outcome, checkpoint = "finished" if self._complete() else "interrupted", self._newest_checkpoint()
             if self.stopping and outcome != "finished":
                 outcome = "interrupted"
+            warnings = self._sum_up(outcome)
+            if self.stopping and outcome != "finished":
                 self._note(how_to_go_on(self.run_dir))
             self.store.finish(outcome)
         except BaseException as error:
@@ -121,6 +165,8 @@ class RecordedRun:
             eval_metrics=self.eval_metrics,
             seconds=perf_counter() - start,
             signal=self.signal,
+            rewards=first_and_last_reward(self.run_dir),
+            warnings=warnings,
         )
 
     # --- being stopped ----------------------------------------------------------------------------------------------
@@ -212,11 +258,22 @@ class RecordedRun:
         self.store.event("notice", message, step=self.step)
         self.trackers.note(message)
 
+    def _warn(self, message: str) -> None:
+        self.store.event("warning", message, step=self.step)
+        self.trackers.note(f"{WARNING}{message}")
+
     def _show_completions(self, groups: list[Group]) -> None:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts[: self.config.run.log_completions]:
-            text = rollout.messages[-1]["content"] if rollout.messages else ""
-            self.trackers.note(f"[{rollout.task_id}] reward {rollout.reward}\n{text}")
+            self.trackers.note(f"step {self.step}  {shown_completion(rollout)}")
+
+    def _sum_up(self, outcome: Status) -> list[str]:
+        """Say at the end what went wrong on the way. Returns it, without how the run ended."""
+        self.store.flush()
+        troubles = find_troubles(self.run_dir)
+        if troubles:
+            self._warn(f"{outcome}, but {'; '.join(troubles)}")
+        return troubles
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
