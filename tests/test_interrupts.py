@@ -103,7 +103,13 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("phase", [*PHASES, "generating"])
+IN_THE_DEFAULT_SUITE = ("loading", "training", "evaluating", "checkpointing")
+
+
+@pytest.mark.parametrize(
+    "phase",
+    ["generating", *(p if p in IN_THE_DEFAULT_SUITE else pytest.param(p, marks=pytest.mark.slow) for p in PHASES)],
+)
 def test_a_stopped_run_keeps_its_steps_and_goes_on_exactly(
     phase: str, tiny_model: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
