@@ -157,6 +157,6 @@ async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int |
 
     if max_model_len is None:
         max_model_len = context_length(await asyncio.to_thread(load_config, config.model), config.model.max_model_len)
-    worker = await spawn_rollout(backend, config, max_model_len, 0)
+    worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
     await worker.call("load")
     return PolicyClient([worker])

@@ -12,7 +12,7 @@ from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig, RewardConfig
 from mrl.data import check_columns, check_prompt_lengths, load_rows
 from mrl.data.tasks import Row, rows_to_tasks
-from mrl.engines import ENGINES
+from mrl.engines import ENGINES, vllm_devices
 from mrl.errors import ConfigError
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
@@ -55,13 +55,16 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     _check_shared_weights(config)
     _check_stale_sync(config)
     check_engine(config)
+    gpu_notices = vllm_devices.notices(*engine_gpus(config)) if config.runtime.engine == "vllm" else []
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks = load_train_tasks(config)
     eval_tasks = load_eval_tasks(config)
     for part in (tasks, eval_tasks):
         if part:
             check_rewards(rewards, part)
-    return _with_model(config, tasks, eval_tasks)
+    prepared = _with_model(config, tasks, eval_tasks)
+    prepared.notices += gpu_notices
+    return prepared
 
 
 def _check_shared_weights(config: OrchestratorConfig) -> None:
@@ -112,6 +115,15 @@ def check_engine(config: OrchestratorConfig) -> None:
     options = config.serving.options_of(name)
     if check := getattr(ENGINES.get(name), "check", None):
         check(**options)
+
+
+def engine_gpus(config: OrchestratorConfig) -> tuple[list[list[int]], int | None]:
+    """The GPUs of each of a run's vLLM engines, and the actor's (None = it is on none). Raises ConfigError."""
+    import torch
+
+    seen = torch.cuda.device_count()
+    actor = vllm_devices.actors_gpu(config.model.device, seen)
+    return vllm_devices.share_out(config.serving, config.runtime.num_rollout_workers, seen, actor), actor
 
 
 def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:

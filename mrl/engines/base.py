@@ -20,8 +20,8 @@ class Engine(Protocol):
     tokens since it was made; they are shown while a step waits for them.
     """
 
-    version: int
-    """The policy version now active."""
+    version: int | None
+    """The policy version now active; None while it has no weights to serve."""
 
     @classmethod
     def create(cls, config: ModelConfig, module: nn.Module | None = None) -> Self:

@@ -118,11 +118,12 @@ class RolloutWorker:
         await self._if_it_can("sleep", level)
 
     async def wake(self) -> None:
-        """Take the memory back after `sleep`."""
+        """Take the memory back after `sleep`; after level 2 it generates once it has been sent weights."""
         await self._if_it_can("wake")
 
     async def health(self) -> dict[str, Any]:
-        """The version served (None before the first weights), and what the engine says of itself. Raises EngineDied."""
+        """The version served (None before the first weights, and after they were dropped), and what the engine says of
+        itself. Raises EngineDied."""
         if self.engine is None:
             return {"version": None}
         own = getattr(self.engine, "health", None)

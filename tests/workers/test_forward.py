@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.algorithms.logprobs import LogitTransform
+from mrl.config import ModelConfig
+from mrl.models import autocast_dtype
 from mrl.types import Sample, TrainBatch
 from mrl.workers.forward import Forward
 from mrl.workers.packed_attention import make_line
@@ -134,13 +138,13 @@ def test_a_line_holds_every_row_and_each_prompt_once(rows: list[tuple[int, int]]
     for prompt, completion, place in zip(given_prompts, completions, places, strict=True):
         assert line.ids_1N[0, place].tolist() == prompt + completion
         assert line.positions_1N[0, place].tolist() == list(range(len(place)))
-    assert len(line.token_M) == sum(rows * longest for rows, longest in line.blocks)
-    assert torch.equal(line.token_M[line.place_N], torch.arange(line.ids_1N.shape[1]))
-    for tokens, where in line.others:
-        assert torch.equal(line.token_M[where], tokens)
-        assert len(set(tokens.tolist())) == len(tokens)
-    known = len(line.place_N) + sum(len(where) for _, where in line.others)
-    assert known == sum(map(len, places))
+    token_M, place_N = line.to_places.row_P, line.to_line.row_P
+    assert len(token_M) == sum(rows * longest for rows, longest in line.blocks)
+    assert torch.equal(token_M[place_N], torch.arange(line.ids_1N.shape[1]))
+    for tokens_R, places_RK in line.to_places.back:
+        assert (token_M[places_RK] == tokens_R[:, None]).all()
+    known = torch.cat([places_RK.flatten() for _, places_RK in line.to_places.back])
+    assert len(known) == len(set(known.tolist())) == sum(map(len, places))
 
 
 def make_ragged() -> Rows:
@@ -183,3 +187,19 @@ def check_against_plain(model: Any, forward: Forward, rows: Rows) -> None:
         assert one is not None
         scale = max(1.0, float(other.abs().max()))
         torch.testing.assert_close(one / scale, other / scale, atol=2e-5, rtol=1e-3)
+
+
+def test_the_precision_is_that_of_the_devices_own_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of two kinds, of which the second has bfloat16; torch answers for the current one (a fake)."""
+    current = [0]
+
+    @contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device.index or 0)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: current[-1] == 1)
+    for device, expected in (("cuda", None), ("cuda:0", None), ("cuda:1", torch.bfloat16), ("cpu", None)):
+        assert autocast_dtype(ModelConfig(device=device), torch.device(device)) is expected
