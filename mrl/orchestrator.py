@@ -8,7 +8,6 @@ while the actor trains, and how far ahead, is the stream's to say (`mrl/stream.p
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED
 from mrl.stream import Stream, Taken, staleness
+from mrl.threads import in_thread
 from mrl.types import Group, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 
@@ -49,7 +49,7 @@ class Orchestrator(RecordedRun):
         self.gap_watch = GapWatch(config, self._note)
 
     async def _prepare(self) -> None:
-        self.prepared = await asyncio.to_thread(prepare, self.config)
+        self.prepared = await in_thread(prepare, self.config)
         self.total_steps = total_steps(self.config, len(self.prepared.tasks))
         self.sync = make_sync(self.config, self.run_dir / self.scratch)
 

@@ -16,6 +16,7 @@ from mrl.recorded_run import RunResult
 from mrl.report import write_png
 from mrl.resume import existing_run, resumed_config
 from mrl.store.run import runs_root
+from mrl.threads import give_back_team
 
 T = TypeVar("T")
 
@@ -96,6 +97,7 @@ def choose_run_dir(config: OrchestratorConfig) -> Path:
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`, also from a thread whose event loop is running."""
+    give_back_team()  # which the caller may have from models of its own; workers compute on other threads
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from mrl.simple.data import check_shape, make_examples
 from mrl.simple.options import check_options, notices
 from mrl.simple.trainers import TRAINERS, TrainerSpec
 from mrl.store.checkpoints import prune
+from mrl.threads import in_thread
 from mrl.types import Task
 from mrl.workers.reward import RewardWorker
 
@@ -93,7 +93,7 @@ class SimpleRun(RecordedRun):
         self.checkpointed = 0
 
     async def _prepare(self) -> None:
-        self.prepared = await asyncio.to_thread(prepare_simple, self.config)
+        self.prepared = await in_thread(prepare_simple, self.config)
 
     def _newest_checkpoint(self) -> Path | None:
         return self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None

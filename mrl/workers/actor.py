@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from mrl.errors import TrainingError
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.sync.network import machine
+from mrl.threads import submit
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
 from mrl.workers.forward import Forward, evaluating
@@ -68,7 +70,6 @@ class ActorWorker:
         self.keep_gradient_norms = False
         self.gradient_norms: dict[str, float] = {}
         """Of each parameter, before clipping, in the last update; only while `keep_gradient_norms` is set."""
-        self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-checkpoint")
         self.writing: Future[None] | None = None
         self.publisher: Publisher | None = None
 
@@ -203,7 +204,8 @@ class ActorWorker:
         if not copy:
             write_checkpoint(Path(path), lambda folder: snapshot.write(folder, served), full_state)
             return
-        self.writing = self.writer.submit(write_checkpoint, Path(path), snapshot.write, full_state)
+        write = functools.partial(write_checkpoint, Path(path), snapshot.write, full_state)
+        self.writing = submit(write, "mrl-checkpoint", daemon=False)
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written. Raises CheckpointError when it could not be."""
@@ -224,7 +226,8 @@ class ActorWorker:
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""
-        self.writer.shutdown(wait=True)
+        if self.writing is not None:
+            wait([self.writing])
         if self.publisher is not None:
             self.publisher.close()
 
