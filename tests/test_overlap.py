@@ -217,6 +217,7 @@ def test_an_interrupted_queue_goes_on_with_what_was_in_flight(tiny_model: str, t
     [
         ({"max_staleness": 2}, "max_staleness has an effect only with async_mode: queue"),
         ({"async_mode": "pipeline", "weight_sync_method": "direct"}, "async_mode: pipeline needs rollout workers"),
+        ({"over_sampling": 2.0, "weight_sync_method": "direct"}, "over_sampling: 2 .*weight_sync_method direct"),
         ({"async_mode": "queue", "sync_weights_every": 2}, "sync_weights_every: weights are sent after every step"),
         ({"async_mode": "queue", "max_staleness": 0, "over_sampling": 2.0}, "over_sampling: with async_mode queue"),
         ({"async_mode": "pipeline", "zero_variance_groups": "resample"}, "zero_variance_groups: resample does not go"),

@@ -91,7 +91,7 @@ class ActorWorker:
         if self.model_config.use_lora:
             self.model = add_lora(self.model, self.model_config)
         elif self.algorithm.beta > 0:
-            # It shares the policy's configuration, in which the attention over packed rows is switched on and off.
+            # It shares the policy's configuration, which says by what function they attend.
             shared = {id(self.model.config): self.model.config}
             self.reference = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
         if config.gradient_checkpointing:
@@ -253,7 +253,7 @@ class ActorWorker:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
-        with self.forward.attention(), self.compiled.active() if self.compiled else contextlib.nullcontext():
+        with self.compiled.active() if self.compiled else contextlib.nullcontext():
             for part in parts:
                 part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
                 part_loss.backward()
@@ -306,7 +306,7 @@ class ActorWorker:
 
     @torch.no_grad()
     def _logprobs(self, model: Any, rows: Rows, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
-        with evaluating(model), self.forward.attention():
+        with evaluating(model):
             return self.forward.logprobs(model, rows, entropy=entropy)
 
     def _old_policy(self, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor]:

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-NAME = "mrl_packed"
 BLOCK_SHORTEST = 0.75
 """A block's shortest row has at least this share of its longest one's tokens; shorter rows start another block."""
 
@@ -43,6 +41,18 @@ class Line:
     """One place of each token."""
     others: list[tuple[Tensor, Tensor]]
     """Further places of shared tokens: (tokens, places); no token twice in one pair."""
+    no_mask: Tensor = field(default_factory=lambda: torch.empty(1, 1, 0, 0))
+    """Given to the model as its mask, so that it makes none."""
+
+    def inputs(self) -> dict[str, Any]:
+        """What a decoder is called with to compute the line."""
+        return {
+            "input_ids": self.ids_1N,
+            "position_ids": self.positions_1N,
+            "attention_mask": self.no_mask,
+            "use_cache": False,
+            "line": self,
+        }
 
 
 def make_line(
@@ -117,19 +127,19 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    line: Line | None = None,
+    line: Line,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within the rows of `line`, as transformers' attention functions are called.
+    """Causal attention within the rows of `line`, as transformers' attention functions are called (by `mrl.attention`).
 
     query: [1, heads, N, D]; key, value: [1, groups, N, D]. Returns ([1, N, heads, D], None). Raises NotPackableError.
     """
-    if line is None or attention_mask is not None:
-        raise NotPackableError("this model does not hand its keyword arguments on to its attention")
+    if attention_mask is not line.no_mask:
+        raise NotPackableError("this model makes a mask of its own for its attention")
     unknown = [
         name for name, value in others.items() if value is not None and value is not False and name not in _HARMLESS
     ]
@@ -172,17 +182,6 @@ def watch_windows() -> Iterator[list[int | None]]:
         _windows = None
 
 
-@contextmanager
-def use_packed_attention(config: Any) -> Iterator[None]:
-    """Let models of this config attend over lines meanwhile: give their decoder `line=`."""
-    before = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 class _Take(torch.autograd.Function):
     """The line's tokens to their places. Its backward pass sums over the places of a token in a fixed order, where
     torch's own would add them up in any order, and on CPU one by one."""
@@ -213,6 +212,3 @@ def _window(length: int, window: int | None, device: torch.device) -> Tensor | N
     place = torch.arange(length, device=device)
     distance = place[:, None] - place[None]
     return ((distance >= 0) & (distance < window))[None, None]
-
-
-AttentionInterface.register(NAME, packed_attention)
