@@ -1,10 +1,10 @@
 """Threads that end with their work.
 
-Every thread that runs torch's operations on a CPU owns a team of further threads (OpenMP), which it keeps until it ends.
-As soon as a process has more of them than there are cores, all of them sleep between two operations instead of
+Every thread that runs torch's operations on a CPU owns a team of further threads (OpenMP), which it keeps until it
+ends. As soon as a process has more of them than there are cores, all of them sleep between two operations instead of
 spinning, and each operation waits for the kernel: decoding and training then take up to twice as long. So whatever may
-run torch does so on a thread from here, none of which waits for work to come: what is left to one thread after another
-then has one team, whoever's turn it is.
+run torch does so on a thread from here, none of which waits for work to come: where one thread computes after another,
+there is one team, whoever's turn it is.
 """
 
 from __future__ import annotations

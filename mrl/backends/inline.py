@@ -61,6 +61,7 @@ class InlineHandle:
         closed = None if inspect.iscoroutinefunction(close) else self.calls.submit("close", close)
         await asyncio.wait([ended], timeout=ENDING_SECONDS)
         if not ended.done():
+            ended.cancel()
             warnings.warn(
                 f"{self.name}: {self.calls.running}() still runs {ENDING_SECONDS:.0f} s after its worker was ended; it "
                 "is left behind, and the worker is closed when it returns, if ever",

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from mrl.engines.decode_queue import Job
 from mrl.errors import EngineError
 from mrl.threads import InTurn
+from mrl.types import Completion, GenerateRequest
 
 _ONE_AT_A_TIME = InTurn("mrl-engine")
 """The thread of all engines in this process that end a call before they take the next one."""
-from mrl.types import Completion, GenerateRequest
 
 
 class Call:

@@ -39,7 +39,6 @@ class Forward:
     def __init__(self, model: Any, autocast_dtype: torch.dtype | None, *, packing: bool) -> None:
         self.device = next(model.parameters()).device
         self.autocast_dtype = autocast_dtype
-        self.config = causal_lm_of(model).config.get_text_config()
         with torch.no_grad(), evaluating(model):
             self.head = find_head(causal_lm_of(model), self.device)
             self.packs = packing and packs_exactly(causal_lm_of(model), self.device)
