@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from mrl.backends.base import Resources
@@ -57,7 +58,7 @@ class InlineHandle:
             return
         self.calls.drop_waiting()
         ended = asyncio.wrap_future(self.calls.submit("ending", _nothing))
-        close = getattr(worker, "close", _nothing)
+        close: Callable[[], Any] = getattr(worker, "close", _nothing)
         closed = None if inspect.iscoroutinefunction(close) else self.calls.submit("close", close)
         await asyncio.wait([ended], timeout=ENDING_SECONDS)
         if not ended.done():
