@@ -20,6 +20,7 @@ from mrl.sandbox import SANDBOXES
 from mrl.sync import SYNC_METHODS
 from mrl.tracking import check_trackers
 from mrl.types import Task, derive_seed
+from mrl.units import plural, size
 from mrl.workers.reward import RewardWorker
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def check_disk(folder: Path, parameters: int, copies: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
-            f"run_dir: {folder} has {free / 1e9:.1f} GB free and {copies} checkpoint(s) need {needed / 1e9:.1f} GB; "
+            f"run_dir: {folder} has {size(free)} free and {plural(copies, 'checkpoint')} need {size(needed)}; "
             "free space, choose another run_dir, or raise save_steps"
         )
 

@@ -55,6 +55,8 @@ class DecodeThread:
         self._decode, self._jobs_of, self._continuous = decode, jobs_of, continuous
         # Engines whose calls join each other may never come to an end, so each of them has a thread of its own.
         self._thread = InTurn("mrl-engine") if continuous else _ONE_AT_A_TIME
+        self.sampled = 0
+        """Tokens so far: the decoding counts them."""
         self._lock = threading.Lock()
         self._waiting: deque[Call | _Errand] = deque()
         self._urgent: deque[_Errand] = deque()

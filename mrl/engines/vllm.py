@@ -184,6 +184,10 @@ class VLLMEngine:
         cache, seconds vLLM took to load the last weights. Raises EngineDied."""
         return dict(await self._one("health"))
 
+    async def sampled_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return int((await self._one("pulse"))["moves"])
+
     def load_weights(self, ref: WeightRef) -> int:
         """Make `ref` the active policy and return its version. Raises SyncError.
 

@@ -113,6 +113,11 @@ class RolloutWorker:
         limit: int | None = getattr(self.engine, "capacity", None)
         return limit
 
+    async def sampled_tokens(self) -> int | None:
+        """Tokens sampled since the engine was made, for a display; None where it does not count them."""
+        own = getattr(self.engine, "sampled_tokens", None)
+        return None if own is None else await own()
+
     # --- the engine's life ------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 1) -> None:
