@@ -8,6 +8,10 @@ long tail of lengths, (b) all have the same length. Both sides do the same work:
 learning rate, temperature and limits. TRL generates with transformers, in the same process, as mrl does; its default
 is activation checkpointing, so it is shown with and without. Each variant runs in a process of its own. A step's time
 is that between two calls of the reward function, which both call once a step.
+
+The sides take turns, `--rounds` times, since machines grow slower and faster within minutes; a ratio is the median of
+those of single rounds, and its range is shown. "processor" is the processor time of a step, which neighbours on the
+machine change less than its time.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import resource
 import statistics
 import subprocess
@@ -44,6 +49,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--steps", type=int, help="steps measured (default: 20 of the small model, 3 of the large)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side runs, by turns")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -51,9 +57,13 @@ def main() -> None:
         run_child(json.loads(options.child))
         return
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("trl", "transformers", "torch"))
-    print(f"{versions}; {options.threads} CPU threads, float32; {PROMPTS} prompts × {GENERATIONS} generations\n")
-    print("| model | lengths | side | step, s | tokens/s | peak memory, GB | tokens/s against TRL's best | memory |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    work = f"{PROMPTS} prompts × {GENERATIONS} generations, {options.rounds} rounds"
+    print(f"{processor()}; {versions}; {options.threads} CPU threads, float32; {work}\n")
+    print(
+        "| model | lengths | side | step, s | processor, s | tokens/s | peak memory, GB | tokens/s against TRL's best "
+        "| memory |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(prefix="mrl-vs-trl-") as folder:
         for model in ["1 M"] if options.quick else options.models:
             for lengths in options.lengths:
@@ -64,27 +74,45 @@ def compare(folder: Path, model: str, lengths: str, options: argparse.Namespace)
     """Measure every side and print its row."""
     path = folder / f"{model}-{lengths}".replace(" ", "")
     build_model(path, model, lengths)
-    rows = {}
+    rounds: list[dict[str, dict[str, float]]] = []
+    for number in range(options.rounds):
+        sides = options.sides if number % 2 == 0 else options.sides[::-1]
+        rounds.append({})
+        for side in sides:
+            spec = {
+                "side": side,
+                "path": str(path),
+                "out": str(folder / "run"),
+                "limit": LIMITS[model],
+                "steps": options.steps or (20 if model == "1 M" else 3),
+            }
+            rounds[-1][side] = measure(spec, options.threads)
     for side in options.sides:
-        spec = {
-            "side": side,
-            "path": str(path),
-            "out": str(folder / "run"),
-            "limit": LIMITS[model],
-            "steps": options.steps or (20 if model == "1 M" else 3),
-        }
-        rows[side] = measure(spec, options.threads)
-    peers = [row for side, row in rows.items() if side != "mrl"]
-    for side, row in rows.items():
+        middle = {name: statistics.median(found[side][name] for found in rounds) for name in rounds[0][side]}
         speed = memory = ""
-        if side == "mrl" and peers:
-            speed = f"{row['rate'] / max(peer['rate'] for peer in peers):.2f}×"
-            memory = f"{row['memory'] / min(peer['memory'] for peer in peers):.2f}×"
+        if side == "mrl" and len(options.sides) > 1:
+            speeds = [found[side]["rate"] / max(peer["rate"] for peer in peers(found)) for found in rounds]
+            speed = f"{statistics.median(speeds):.2f}× ({min(speeds):.2f}–{max(speeds):.2f})"
+            ratio = statistics.median(f[side]["memory"] / min(p["memory"] for p in peers(f)) for f in rounds)
+            memory = f"{ratio:.2f}×"
         print(
-            f"| {model} | {LENGTHS[lengths]} | {side} | {row['step']:.3f} | {row['rate']:.0f} | {row['memory']:.2f} "
-            f"| {speed} | {memory} |",
+            f"| {model} | {LENGTHS[lengths]} | {side} | {middle['step']:.3f} | {middle['processor']:.3f} "
+            f"| {middle['rate']:.0f} | {middle['memory']:.2f} | {speed} | {memory} |",
             flush=True,
         )
+
+
+def peers(found: dict[str, dict[str, float]]) -> list[dict[str, float]]:
+    """The sides that are not mrl's."""
+    return [row for side, row in found.items() if side != "mrl"]
+
+
+def processor() -> str:
+    """Its name, as far as the system tells."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def measure(spec: dict[str, Any], threads: int) -> dict[str, float]:
@@ -100,6 +128,7 @@ def measure(spec: dict[str, Any], threads: int) -> dict[str, float]:
     tokens = [(later["tokens"] + earlier["tokens"]) / 2 for earlier, later in pairwise(calls)]
     return {
         "step": statistics.median(seconds),
+        "processor": statistics.median(later["processor"] - earlier["processor"] for earlier, later in pairwise(calls)),
         "rate": statistics.median(t / s for t, s in zip(tokens, seconds, strict=True)),
         "memory": calls[-1]["memory"],
     }
@@ -115,8 +144,14 @@ class Reward:
         self.calls: list[dict[str, float]] = []
 
     def __call__(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        self.calls.append({"time": time.perf_counter(), "tokens": sum(map(len, completion_ids)), "memory": memory})
+        self.calls.append(
+            {
+                "time": time.perf_counter(),
+                "processor": time.process_time(),
+                "tokens": sum(map(len, completion_ids)),
+                "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+            }
+        )
         return [sum(ids) % 97 / 97 for ids in completion_ids]
 
     __name__ = "reward"

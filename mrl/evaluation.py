@@ -21,6 +21,7 @@ from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.stats import Interval, mean_interval, pass_at_k
+from mrl.threads import in_thread
 from mrl.types import GenerateRequest, Group, derive_seed
 from mrl.workers.pool import PolicyClient
 
@@ -59,7 +60,7 @@ async def evaluate(
 
     Scoring of one batch of tasks runs beside the generation of the next.
     """
-    prepared = await asyncio.to_thread(prepare_evaluation, config, by)
+    prepared = await in_thread(prepare_evaluation, config, by)
     await try_rewards(config, prepared.tasks, 0)
     backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
     try:
@@ -128,7 +129,7 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     """`count` completions of one prompt, with their tokens' logprobs. Raises MRLError."""
     check_names(config)
     check_engine(config)
-    tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
+    tokenizer = await in_thread(load_tokenizer, config.model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
     backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
     try:
@@ -158,7 +159,7 @@ async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int |
     from mrl.models import context_length, load_config
 
     if max_model_len is None:
-        max_model_len = context_length(await asyncio.to_thread(load_config, config.model), config.model.max_model_len)
+        max_model_len = context_length(await in_thread(load_config, config.model), config.model.max_model_len)
     worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
     await worker.call("load")
     return PolicyClient([worker])

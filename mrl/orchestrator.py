@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import WorkerHandle
-from mrl.background import in_background
 from mrl.checkpointing import Checkpointing
 from mrl.config import OrchestratorConfig
 from mrl.crew import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout
@@ -35,6 +34,7 @@ from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED
 from mrl.stream import Stream, Taken, staleness
+from mrl.threads import in_thread
 from mrl.types import Group, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 
@@ -56,7 +56,7 @@ class Orchestrator(RecordedRun):
         """An evaluation after the last whole step was given up."""
 
     async def _prepare(self) -> None:
-        self.prepared = await in_background(prepare, self.config)
+        self.prepared = await in_thread(prepare, self.config)
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
         self.prepared.notices += await try_rewards(self.config, tasks + self.prepared.eval_tasks, self.total_steps)

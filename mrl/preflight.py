@@ -81,14 +81,22 @@ def prepare(config: OrchestratorConfig) -> Prepared:
 
 def _check_shared_weights(config: OrchestratorConfig) -> None:
     """A module that is being trained cannot sample."""
-    runtime, mode = config.runtime, config.overlap.async_mode
+    runtime, overlap, mode = config.runtime, config.overlap, config.overlap.async_mode
+    if runtime.weight_sync_method != "direct":
+        return
     shares = BACKENDS.get(runtime.backend).shares_memory and "module" in getattr(
         ENGINES.get(runtime.engine), "accepts", ("module",)
     )
-    if mode != "off" and runtime.weight_sync_method == "direct" and shares:
+    if shares and mode != "off":
         raise ConfigError(
             f"async_mode: {mode} needs rollout workers with weights of their own, and with weight_sync_method direct "
             "they share the actor's module; use weight_sync_method: reload"
+        )
+    if shares and overlap.over_sampling > 1:
+        raise ConfigError(
+            f"over_sampling: {overlap.over_sampling:g} leaves rollouts behind that still decode when the step trains, "
+            "and with weight_sync_method direct they do so on the actor's own module; use weight_sync_method: reload, "
+            "or over_sampling: 1"
         )
 
 

@@ -21,6 +21,7 @@ from mrl.recorded_run import RecordedRun, RunResult
 from mrl.report import write_png
 from mrl.resume import existing_run, how_to_go_on, resumed_config
 from mrl.store.run import runs_root
+from mrl.threads import give_back_team
 
 if TYPE_CHECKING:
     from mrl.given_model import GivenModel
@@ -153,6 +154,7 @@ def choose_run_dir(config: OrchestratorConfig) -> Path:
 
 def run_to_end(work: Coroutine[Any, Any, T], run: RecordedRun | None = None) -> T:
     """`asyncio.run`, also from a thread whose event loop is running. run: what signals stop, where `work` is its."""
+    give_back_team()  # which the caller may have from models of its own; workers compute on other threads
     try:
         asyncio.get_running_loop()
     except RuntimeError:

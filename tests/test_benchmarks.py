@@ -16,7 +16,7 @@ QUICK: dict[str, tuple[str, str]] = {
     "overhead": ("--quick --steps 3", "%"),
     "run_store": ("--rows 400 --per-step 8 --tokens 20 --steps 2 --step-seconds 0.1", "ms"),
     "sandbox": ("--seconds 0.5", "programs, one sleeping"),
-    "vs_trl": ("--quick --lengths tail --sides mrl TRL --steps 1", "TRL"),
+    "vs_trl": ("--quick --lengths tail --sides mrl TRL --steps 1 --rounds 1", "TRL"),
 }
 VLLM: dict[str, tuple[str, str]] = {
     "overlap": ("--modes pipeline --lengths tail --steps 6 --prompts 2 --limit 16", "pipeline"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
-
-import torch
 
 from mrl.engines.decode_queue import Job
 from mrl.errors import EngineError
+from mrl.threads import InTurn
 from mrl.types import Completion, GenerateRequest
+
+_ONE_AT_A_TIME = InTurn("mrl-engine")
+"""The thread of all engines in this process that end a call before they take the next one."""
 
 
 class Call:
@@ -41,7 +43,8 @@ class Decode(Protocol):
 
 
 class DecodeThread:
-    """The one thread of an engine. A single one, so that torch keeps one set of threads of its own and calls queue up.
+    """The one thread of an engine, so that calls queue up. It lives while there is something to do: an idle one would
+    keep its share of torch's threads from those who train (see mrl.threads).
 
     jobs_of: a call's jobs. Raises EngineError for requests that cannot be served. continuous: calls that come while
     others are decoded join them; otherwise they wait, which keeps the rows that decode together, and so the last bits
@@ -50,16 +53,16 @@ class DecodeThread:
 
     def __init__(self, decode: Decode, jobs_of: Callable[[Call], list[Job]], *, continuous: bool) -> None:
         self._decode, self._jobs_of, self._continuous = decode, jobs_of, continuous
+        # Engines whose calls join each other may never come to an end, so each of them has a thread of its own.
+        self._thread = InTurn("mrl-engine") if continuous else _ONE_AT_A_TIME
         self.sampled = 0
         """Tokens so far: the decoding counts them."""
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-engine")
         self._lock = threading.Lock()
         self._waiting: deque[Call | _Errand] = deque()
         self._urgent: deque[_Errand] = deque()
         self._running: list[Call] = []
         """Those being decoded."""
         self._busy = self._closed = False
-        self._cpu_threads = 1
 
     def submit(self, requests: Sequence[GenerateRequest]) -> Call:
         """Decode these. Raises EngineError when closed."""
@@ -85,7 +88,6 @@ class DecodeThread:
             busy = self._busy
         if not busy:
             self._fail_all(_closed())
-        self._executor.shutdown(wait=False)
 
     # --- what the decoding asks -------------------------------------------------------------------------------------
 
@@ -122,15 +124,12 @@ class DecodeThread:
         with self._lock:
             if self._closed:
                 raise _closed()
-            self._cpu_threads = torch.get_num_threads()  # torch counts them per calling thread
             queue.append(item)
             if not self._busy:
                 self._busy = True
-                self._executor.submit(self._drive)
+                self._thread.submit("decode", self._drive)
 
     def _drive(self) -> None:
-        if torch.get_num_threads() != self._cpu_threads:
-            torch.set_num_threads(self._cpu_threads)
         unfinished: list[Job] = []
         while True:
             errand, calls = self._next(idle=not unfinished)

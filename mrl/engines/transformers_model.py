@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from mrl.engines.cuda_graphs import CudaGraphs
-from mrl.engines.decode_attention import use_grouped_sdpa
 from mrl.engines.decode_step import StepKind
 from mrl.engines.kv_cache import GrowingCache, layer_windows
 from mrl.engines.static_step import Recorder
@@ -24,7 +23,7 @@ from mrl.errors import EngineError
 Path = Literal["own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:
 
-- own masks: our in-place cache, ready 4D masks instead of their making in every layer kind and step, `grouped_sdpa`.
+- own masks: our in-place cache, ready 4D masks instead of their making in every layer kind and step, `mrl.attention`.
 - model's masks: our in-place cache, masks made by the model from which columns hold tokens.
 - model's cache: everything by the model, with the cache that transformers would use. Rows cannot be replaced then.
 """
@@ -79,11 +78,10 @@ class CausalLM:
         """
         training = [m for m in self.module.modules() if m.training]
         autocast = torch.autocast(self.device.type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
-        attention = use_grouped_sdpa(self.text_config) if self.path == "own masks" else nullcontext()
         for m in training:
             m.training = False
         try:
-            with torch.no_grad(), autocast, attention:
+            with torch.no_grad(), autocast:
                 yield
         except torch.OutOfMemoryError as e:
             raise EngineError(f"out of memory; lower max_decode_rows, max_model_len or max_tokens ({e})") from e

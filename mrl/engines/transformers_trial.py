@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from mrl.attention import REPLACED, install
 from mrl.engines.kv_cache import GrowingCache
 from mrl.engines.static_step import StaticStep
 from mrl.engines.transformers_prefill import Prefilled
@@ -29,7 +30,8 @@ def fastest_path(lm: CausalLM) -> Path:
     if windows is None or len(windows - {None}) > 1 or (isinstance(positions, int) and positions < max(_LENGTHS) + 2):
         return "model's cache"
     candidates: list[Path] = []
-    if lm.text_config._attn_implementation == "sdpa" and getattr(lm.inner, "_supports_attention_backend", False):
+    before = lm.text_config._attn_implementation
+    if before in REPLACED and getattr(lm.inner, "_supports_attention_backend", False):
         candidates.append("own masks")
     if windows == {None}:
         candidates.append("model's masks")
@@ -37,8 +39,11 @@ def fastest_path(lm: CausalLM) -> Path:
     finite = all(bool(logits.isfinite().all()) for logits in expected)
     for path in candidates:
         lm.path = path
+        if path == "own masks":
+            install(lm.text_config)
         if not finite or _agrees(lm, expected, _walk):
             return path
+        lm.text_config._attn_implementation = before
     return "model's cache"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mrl.backends import Resources
-from mrl.background import in_background
 from mrl.config import OrchestratorConfig
 from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
@@ -37,6 +36,7 @@ from mrl.simple.data import check_shape, make_examples
 from mrl.simple.options import check_options, notices
 from mrl.simple.trainers import TRAINERS, TrainerSpec
 from mrl.store.checkpoints import prune
+from mrl.threads import in_thread
 from mrl.types import Task
 from mrl.workers.reward import RewardWorker
 
@@ -101,7 +101,7 @@ class SimpleRun(RecordedRun):
         self.checkpointed = 0
 
     async def _prepare(self) -> None:
-        self.prepared = await in_background(prepare_simple, self.config)
+        self.prepared = await in_thread(prepare_simple, self.config)
         if self.prepared.spec.online:
             tasks = self.prepared.tasks + self.prepared.eval_tasks
             steps = total_steps(self.config, len(self.prepared.tasks))

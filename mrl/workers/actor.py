@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from mrl.errors import SyncError, TrainingError
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.sync.network import machine
+from mrl.threads import submit
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
 from mrl.workers.fixed_order import fixed_order
@@ -71,7 +73,6 @@ class ActorWorker:
         self.keep_gradient_norms = False
         self.gradient_norms: dict[str, float] = {}
         """Of each parameter, before clipping, in the last update; only while `keep_gradient_norms` is set."""
-        self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-checkpoint")
         self.writing: Future[None] | None = None
         self.publisher: Publisher | None = None
 
@@ -94,7 +95,7 @@ class ActorWorker:
         if self.model_config.use_lora:
             self.model = add_lora(self.model, self.model_config)
         elif self.algorithm.beta > 0:
-            # It shares the policy's configuration, in which the attention over packed rows is switched on and off.
+            # It shares the policy's configuration, which says by what function they attend.
             shared = {id(self.model.config): self.model.config}
             self.reference = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
         if config.gradient_checkpointing:
@@ -215,7 +216,8 @@ class ActorWorker:
         if not copy:
             write_checkpoint(Path(path), lambda folder: snapshot.write(folder, served), full_state)
             return
-        self.writing = self.writer.submit(write_checkpoint, Path(path), snapshot.write, full_state)
+        write = functools.partial(write_checkpoint, Path(path), snapshot.write, full_state)
+        self.writing = submit(write, "mrl-checkpoint", daemon=False)
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written. Raises CheckpointError when it could not be."""
@@ -239,7 +241,8 @@ class ActorWorker:
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""
-        self.writer.shutdown(wait=True)
+        if self.writing is not None:
+            wait([self.writing])
         if self.publisher is not None:
             self.publisher.close()
 
@@ -265,8 +268,7 @@ class ActorWorker:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
-        compiled = self.compiled.active() if self.compiled else contextlib.nullcontext()
-        with fixed_order(self.device), self.forward.attention(), compiled:
+        with fixed_order(self.device), self.compiled.active() if self.compiled else contextlib.nullcontext():
             for part in parts:
                 part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
                 part_loss.backward()
@@ -319,7 +321,7 @@ class ActorWorker:
 
     @torch.no_grad()
     def _logprobs(self, model: Any, rows: Rows, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
-        with evaluating(model), self.forward.attention():
+        with evaluating(model):
             return self.forward.logprobs(model, rows, entropy=entropy)
 
     def _old_policy(self, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.logprobs import logprobs_from_logits
+from mrl.attention import install
 from mrl.workers.gather import Gather, make_gather
 from mrl.workers.head import find_head
-from mrl.workers.packed_attention import Line, NotPackableError, make_line, use_packed_attention, watch_windows
+from mrl.workers.packed_attention import Line, NotPackableError, make_line, watch_windows
 from mrl.workers.rows import Rows
 
 
@@ -40,7 +41,6 @@ class Forward:
     def __init__(self, model: Any, autocast_dtype: torch.dtype | None, *, packing: bool) -> None:
         self.device = next(model.parameters()).device
         self.autocast_dtype = autocast_dtype
-        self.config = causal_lm_of(model).config.get_text_config()
         with torch.no_grad(), evaluating(model):
             self.head = find_head(causal_lm_of(model), self.device)
             self.packs = packing and packs_exactly(causal_lm_of(model), self.device)
@@ -57,10 +57,7 @@ class Forward:
     def logprobs(
         self, model: Any, rows: Rows, *, entropy: bool = True, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of the tokens the policy sampled, at the sampler's temperature; B×T, 0 elsewhere.
-
-        Call it, and the backward pass through it, within `attention`.
-        """
+        """Logprobs and entropies of the tokens the policy sampled, at the sampler's temperature; B×T, 0 elsewhere."""
         layout: Layout = rows.layout or self._layout(rows)
         rows.layout = layout
         targets_N = rows.completion_BT[layout.row_N, layout.slot_N]
@@ -88,7 +85,7 @@ class Forward:
 
     def logits(self, model: Any, rows: Rows) -> Tensor:
         """All logits of the tokens the policy sampled, before any temperature; N×V in the order of `rows.mask_BT`,
-        float32. For few tokens. Call it within `attention`."""
+        float32. For few tokens."""
         layout = self._layout(rows)
         causal_lm = causal_lm_of(model)
         with self._autocast():
@@ -97,15 +94,11 @@ class Forward:
             hidden = causal_lm.get_decoder()(**_inputs(rows, layout)).last_hidden_state
         return self.head.logits(causal_lm.get_output_embeddings(), _predicting(hidden, layout))
 
-    def attention(self) -> contextlib.AbstractContextManager[None]:
-        """The models attend as their rows are laid out meanwhile. The backward pass may run parts of them again."""
-        return use_packed_attention(self.config) if self.packs else contextlib.nullcontext()
-
     def _layout(self, rows: Rows) -> Layout:
         row_N, slot_N = rows.mask_BT.nonzero(as_tuple=True)
         if not self.packs:
-            source_N = row_N * rows.ids_BL.shape[1] + rows.prompt_lengths_B[row_N] + slot_N - 1
-            return Layout(row_N, slot_N, make_gather(source_N.cpu().numpy(), self.device), None)
+            place_N = row_N * rows.ids_BL.shape[1] + rows.prompt_lengths_B[row_N] + slot_N - 1
+            return Layout(row_N, slot_N, make_gather(place_N.cpu().numpy(), self.device), None)
         # The last token predicts nothing that is asked for.
         line, places = make_line(
             [s.prompt_ids for s in rows.samples], [s.completion_ids[:-1] for s in rows.samples], self.device
@@ -145,6 +138,16 @@ def evaluating(model: Any) -> Iterator[None]:
 def packs_exactly(causal_lm: Any, device: torch.device) -> bool:
     """Whether rows on one line, a shared prompt among them, have the hidden states they have by themselves."""
     config = causal_lm.config.get_text_config()
+    before = config._attn_implementation
+    if not install(config):
+        return False
+    exactly = _packs_exactly(causal_lm, config, device)
+    if not exactly:
+        config._attn_implementation = before
+    return exactly
+
+
+def _packs_exactly(causal_lm: Any, config: Any, device: torch.device) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds - {"full_attention", "sliding_attention"} or getattr(config, "attention_chunk_size", None):
         return False  # attention that a short probe would not tell from full attention
@@ -153,8 +156,8 @@ def packs_exactly(causal_lm: Any, device: torch.device) -> bool:
     line, places = make_line(prompts, completions, device)
     run = causal_lm.get_decoder()
     try:
-        with use_packed_attention(config), watch_windows() as windows:
-            line_NH = run(input_ids=line.ids_1N, position_ids=line.positions_1N, use_cache=False, line=line)[0][0]
+        with watch_windows() as windows:
+            line_NH = run(**line.inputs())[0][0]
         slides = "sliding_attention" in kinds or (
             getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
         )
@@ -172,8 +175,7 @@ def packs_exactly(causal_lm: Any, device: torch.device) -> bool:
 def _inputs(rows: Rows, layout: Layout) -> dict[str, Any]:
     if layout.line is None:
         return {"input_ids": rows.ids_BL, "use_cache": False}
-    line = layout.line
-    return {"input_ids": line.ids_1N, "position_ids": line.positions_1N, "use_cache": False, "line": line}
+    return layout.line.inputs()
 
 
 def _predicting(states: Tensor, layout: Layout) -> Tensor:

@@ -104,7 +104,7 @@ class GapProbe:
         return self.comparison
 
     def examine(self, model: Any, parts: list[Rows], gap: float | None) -> None:
-        """Once a step, before its first update: keep evidence if the gap is too large. Call it outside `attention`."""
+        """Once a step, before its first update: keep evidence if the gap is too large."""
         if not self.due:
             return
         self.due = False
@@ -154,7 +154,7 @@ class GapProbe:
             return self._without_numbers(temperature)
         rows = make_rows(_batch(samples, temperature), self.forward.device)
         inside_BT = rows.mask_BT.bool()
-        with torch.no_grad(), evaluating(model), self.forward.attention():
+        with torch.no_grad(), evaluating(model):
             logits_NV = self.forward.logits(model, rows)
         tokens = Evidence(logits_NV, rows.completion_BT[inside_BT], rows.sampler_logprobs_BT[inside_BT])
         signed_N = tokens.sampler_N - tokens.logprobs(temperature, cut)
@@ -181,7 +181,7 @@ class GapProbe:
 
     @torch.no_grad()
     def _logprobs(self, forward: Forward, model: Any, rows: Rows) -> Tensor:
-        with evaluating(model), forward.attention():
+        with evaluating(model):
             return forward.logprobs(model, rows, entropy=False)[0][rows.mask_BT.bool()]
 
 

@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mrl.workers.gather import Gather, make_gather
 
-NAME = "mrl_packed"
 BLOCK_SHORTEST = 0.75
 """A block's shortest row has at least this share of its longest one's tokens; shorter rows start another block."""
 
@@ -43,6 +41,18 @@ class Line:
     """N → M: which token of the line stands at each place; the first where a row is padded, on the right."""
     to_line: Gather
     """M → N: one place of each token."""
+    no_mask: Tensor
+    """Given to the model as its mask, so that it makes none."""
+
+    def inputs(self) -> dict[str, Any]:
+        """What a decoder is called with to compute the line."""
+        return {
+            "input_ids": self.ids_1N,
+            "position_ids": self.positions_1N,
+            "attention_mask": self.no_mask,
+            "use_cache": False,
+            "line": self,
+        }
 
 
 def make_line(
@@ -77,6 +87,7 @@ def make_line(
         blocks=blocks,
         to_places=make_gather(token_M, device, filled_M),
         to_line=make_gather(first_N, device),
+        no_mask=torch.empty(1, 1, 0, 0, device=device),
     )
     return line, rows
 
@@ -107,19 +118,19 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    line: Line | None = None,
+    line: Line,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within the rows of `line`, as transformers' attention functions are called.
+    """Causal attention within the rows of `line`, as transformers' attention functions are called (by `mrl.attention`).
 
     query: [1, heads, N, D]; key, value: [1, groups, N, D]. Returns ([1, N, heads, D], None). Raises NotPackableError.
     """
-    if line is None or attention_mask is not None:
-        raise NotPackableError("this model does not hand its keyword arguments on to its attention")
+    if attention_mask is not line.no_mask:
+        raise NotPackableError("this model makes a mask of its own for its attention")
     unknown = [
         name for name, value in others.items() if value is not None and value is not False and name not in _HARMLESS
     ]
@@ -162,17 +173,6 @@ def watch_windows() -> Iterator[list[int | None]]:
         _windows = None
 
 
-@contextmanager
-def use_packed_attention(config: Any) -> Iterator[None]:
-    """Let models of this config attend over lines meanwhile: give their decoder `line=`."""
-    before = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 def _rows(states: Tensor, line: Line) -> Tensor:
     """[1, heads, N, D] → M × heads·D."""
     return line.to_places(states[0].transpose(0, 1).flatten(1))
@@ -185,6 +185,3 @@ def _window(length: int, window: int | None, device: torch.device) -> Tensor | N
     place = torch.arange(length, device=device)
     distance = place[:, None] - place[None]
     return ((distance >= 0) & (distance < window))[None, None]
-
-
-AttentionInterface.register(NAME, packed_attention)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,9 @@ from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
 SHARES_MODULES = frozenset({"module", "weights"})
 """Kinds of weights taken by an engine that says nothing about it: a live module, or a folder of tensors."""
+
+_LOADING = threading.Lock()
+"""Engines that compute in this process take new weights one after the other: each of them uses every core."""
 
 
 class RolloutWorker:
@@ -57,11 +62,13 @@ class RolloutWorker:
 
         Raises SyncError; the weights from before are then still served, or, where the engine says so, none.
         """
-        if self.engine is None:
-            self.engine = self.engine_class.create(self.model_config, ref.module, **self.options)
-        ref = self._within_reach(ref)
-        version = self.engine.load_weights(ref)
-        return {"version": version, "checksum": None if ref.checksum is None else self._held(ref)}
+        here = "module" in getattr(self.engine_class, "accepts", SHARES_MODULES)
+        with _LOADING if here else contextlib.nullcontext():
+            if self.engine is None:
+                self.engine = self.engine_class.create(self.model_config, ref.module, **self.options)
+            ref = self._within_reach(ref)
+            version = self.engine.load_weights(ref)
+            return {"version": version, "checksum": None if ref.checksum is None else self._held(ref)}
 
     def reload_from_checkpoint(self, path: str, version: int = 0) -> dict[str, Any]:
         """Serve a checkpoint (a Hugging Face model folder) as `version`, with the engine made anew. Raises SyncError,

@@ -151,8 +151,8 @@ def test_a_way_whose_logits_differ_is_not_taken(broken, monkeypatch):
     if broken == "mask":
         monkeypatch.setattr(CausalLM, "_mask", lambda *args: own_mask(*args).roll(1, dims=-1))
     elif broken == "attention":
-        monkeypatch.setattr("mrl.engines.decode_attention._HANDLED", {"dropout", "softcap"})
-        monkeypatch.setattr("mrl.engines.decode_attention.sdpa_attention_forward", wrong_attention)
+        monkeypatch.setattr("mrl.attention._HANDLED", {"dropout", "softcap"})
+        monkeypatch.setattr("mrl.attention.sdpa_attention_forward", wrong_attention)
     elif broken == "replaced rows":
         monkeypatch.setattr(GrowingLayer, "put", lambda self, slots, *args: put(self, slots * 0 + 1, *args))
     else:

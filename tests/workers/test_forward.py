@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,6 +73,25 @@ def test_logprobs_and_gradients_are_the_plain_ones(
     check_against_plain(model, forward, rows)
 
 
+def test_a_call_from_another_thread_attends_as_it_would_alone() -> None:
+    """How rows are laid out goes with the call: nothing in the shared model says so meanwhile."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SMALL)).eval()
+    forward, ids = Forward(model, None, packing=True), torch.arange(3, 40)[None]
+    alone = model(input_ids=ids).logits
+    found: list[torch.Tensor] = []
+
+    def meanwhile(*_: Any) -> None:
+        hook.remove()
+        thread = threading.Thread(target=lambda: found.append(model(input_ids=ids).logits))
+        thread.start()
+        thread.join()
+
+    hook = model.model.layers[1].register_forward_pre_hook(meanwhile)
+    check_against_plain(model, forward, make_ragged())
+    assert torch.equal(found[0], alone)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_lora_on_the_head(tied: bool, checkpointing: bool) -> None:
@@ -91,9 +111,9 @@ def test_lora_on_the_head(tied: bool, checkpointing: bool) -> None:
     forward = Forward(model, None, packing=True)
     assert forward.head is not None
     check_against_plain(model, forward, make_ragged())
-    with model.disable_adapter(), torch.no_grad(), forward.attention():
+    with model.disable_adapter(), torch.no_grad():
         without, _ = forward.logprobs(model, make_ragged())
-    with torch.no_grad(), forward.attention():
+    with torch.no_grad():
         assert (forward.logprobs(model, make_ragged())[0] - without).abs().max() > 0.1
 
 
@@ -163,10 +183,9 @@ def check_against_plain(model: Any, forward: Forward, rows: Rows) -> None:
     """Value, and gradient of a random weighing of the logprobs; also the entropy and its gradient."""
     weights_BT = torch.randn(rows.mask_BT.shape, generator=torch.Generator().manual_seed(2)) * rows.mask_BT
     trained = [p for p in model.parameters() if p.requires_grad]
-    with forward.attention():
-        logprobs_BT, entropy_BT = forward.logprobs(model, rows, entropy_grad=True)
-        loss = ((logprobs_BT + 0.3 * entropy_BT) * weights_BT).sum()
-        mine = torch.autograd.grad(loss, trained, allow_unused=True)
+    logprobs_BT, entropy_BT = forward.logprobs(model, rows, entropy_grad=True)
+    loss = ((logprobs_BT + 0.3 * entropy_BT) * weights_BT).sum()
+    mine = torch.autograd.grad(loss, trained, allow_unused=True)
     total = torch.zeros(())
     for row, sample in enumerate(rows.samples):
         ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
