@@ -28,9 +28,11 @@ def checkpoints(argv: list[str]) -> int:
         argv,
         options=[],
         extra={
-            "run": argument("A run's name or folder.", positional=True, required=True),
-            "action": argument("list, verify, export or push.", positional=True, default="list"),
-            "target": argument("Folder to export to, or the repository to push to.", positional=True),
+            "run": argument("A run's name or folder.", positional=True, required=True, metavar="RUN"),
+            "action": argument("list, verify, export or push.", positional=True, default="list", metavar="[ACTION]"),
+            "target": argument(
+                "Folder to export to, or the repository to push to.", positional=True, metavar="[TARGET]"
+            ),
             "which": argument("Which checkpoint: newest, best, or a step's number.", default="newest"),
             "merged": argument("Merge a LoRA adapter into its model.", default="off", kind=bool),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
@@ -67,7 +69,7 @@ def replay(argv: list[str]) -> int:
         argv,
         options=["device"],
         extra={
-            "run": argument("A run's name or folder.", positional=True, required=True),
+            "run": argument("A run's name or folder.", positional=True, required=True, metavar="RUN"),
             "step": argument("The step to recompute.", kind=int, required=True),
             "gradients": argument("How many parameters to list by gradient norm.", default="5", kind=int),
             "json": argument("Print the result as JSON.", default="off", kind=bool),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
-
 PASS = 1.0
 """A rollout passes when its reward reaches this: rewards are meant to lie in [0, 1]."""
 Attempts = Sequence[float | None]
