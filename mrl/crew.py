@@ -101,6 +101,6 @@ def sampling_params(config: OrchestratorConfig) -> SamplingParams:
         top_p=generation.top_p,
         top_k=generation.top_k,
         min_p=generation.min_p,
-        max_tokens=generation.max_tokens,
+        max_tokens=config.sampled_tokens,
         stop=tuple(generation.stop),
     )

@@ -15,6 +15,7 @@ from mrl.crew import sampling_params, spawn_rollout
 from mrl.errors import TrainingError
 from mrl.models import load_tokenizer
 from mrl.preflight import check_engine, check_names, prepare_evaluation, reward_worker_args
+from mrl.reward_trial import try_rewards
 from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.rollouts.single_turn import SingleTurn
@@ -63,6 +64,7 @@ async def evaluate(
     Scoring of one batch of tasks runs beside the generation of the next.
     """
     prepared = await asyncio.to_thread(prepare_evaluation, config, by)
+    await try_rewards(config, prepared.tasks, 0)
     backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
     try:
         policy = await _policy(backend, config, prepared.max_model_len)

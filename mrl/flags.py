@@ -11,7 +11,7 @@ from typing import Annotated, Any, Required, TypedDict
 import tyro
 import yaml
 
-from mrl.config import OrchestratorConfig, flat_fields, load_yaml
+from mrl.config import OrchestratorConfig, flat_fields, load_recipe, nest
 from mrl.config.recipe import yaml_numbers
 from mrl.errors import ConfigError
 
@@ -93,12 +93,8 @@ def config_from(recipe: str | None, given: dict[str, Any]) -> OrchestratorConfig
 
 def flat_options(recipe: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """The recipe's options by flat name, with the flags in their place where both say something. Raises ConfigError."""
-    options = load_yaml(find_recipe(recipe)) if recipe else {}
-    sections = set(OrchestratorConfig.model_fields)
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        flat.update(value if name in sections and isinstance(value, dict) else {name: value})
-    return flat | given
+    options = load_recipe(find_recipe(recipe))[0] if recipe else {}
+    return {name: value for section in nest(options).values() for name, value in section.items()} | given
 
 
 def find_recipe(name: str) -> Path:

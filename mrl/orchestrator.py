@@ -28,6 +28,7 @@ from mrl.producer import Producer
 from mrl.recorded_run import RecordedRun
 from mrl.resume import fingerprint, random_state, set_random_state
 from mrl.reward_shaping import KL, is_scored, shape_by_length
+from mrl.reward_trial import try_rewards
 from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED
@@ -50,13 +51,15 @@ class Orchestrator(RecordedRun):
 
     async def _prepare(self) -> None:
         self.prepared = await asyncio.to_thread(prepare, self.config)
-        self.total_steps = total_steps(self.config, len(self.prepared.tasks))
+        tasks = self.prepared.tasks
+        self.total_steps = total_steps(self.config, len(tasks))
+        self.prepared.notices += await try_rewards(self.config, tasks + self.prepared.eval_tasks, self.total_steps)
         self.sync = make_sync(self.config, self.run_dir / self.scratch)
 
     async def _train(self) -> None:
         facts = await self._start_workers()
         notices = facts.pop("notices")
-        self._announce("workers are up", facts, shown={"tasks": len(self.prepared.tasks)}, notices=notices)
+        self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_stream()
         try:
             await self._loop()

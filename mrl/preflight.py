@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig, RewardConfig
 from mrl.data import check_columns, check_prompt_lengths, load_rows
+from mrl.data.load import Loaded
 from mrl.data.tasks import Row, rows_to_tasks
 from mrl.engines import ENGINES
 from mrl.errors import ConfigError
@@ -39,6 +40,15 @@ class Prepared:
     encoder: PromptEncoder
     max_model_len: int
     notices: list[str]
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many tasks a run takes, of how many there are: "128 of 500", or "500"."""
+
+    tasks: str
+    held_out: str
 
 
 def prepare(config: OrchestratorConfig) -> Prepared:
@@ -55,12 +65,14 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     _check_stale_sync(config)
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
-    tasks = load_train_tasks(config)
-    eval_tasks = load_eval_tasks(config)
+    tasks, all_tasks = load_train_tasks(config)
+    eval_tasks, all_eval_tasks = load_eval_tasks(config)
+    check_best_metric(config, bool(eval_tasks))
     for part in (tasks, eval_tasks):
         if part:
             check_rewards(rewards, part)
-    return _with_model(config, tasks, eval_tasks)
+    counts = Counts(of(len(tasks), all_tasks), of(len(eval_tasks), all_eval_tasks))
+    return _with_model(config, tasks, eval_tasks, counts)
 
 
 def _check_shared_weights(config: OrchestratorConfig) -> None:
@@ -98,11 +110,11 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     check_names(config)
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
-    tasks = load_train_tasks(config)
+    tasks, all_tasks = load_train_tasks(config)
     check_rewards(rewards, tasks)
     if by is not None:
         check_columns(tasks, [by], "results are to be grouped by it")
-    return _with_model(config, tasks, [])
+    return _with_model(config, tasks, [], Counts(of(len(tasks), all_tasks), "0"))
 
 
 def check_engine(config: OrchestratorConfig) -> None:
@@ -111,6 +123,16 @@ def check_engine(config: OrchestratorConfig) -> None:
     options = config.serving.options_of(name)
     if check := getattr(ENGINES.get(name), "check", None):
         check(**options)
+
+
+def check_best_metric(config: OrchestratorConfig, evaluates: bool) -> None:
+    """Raise ConfigError when `best_metric` is one of evaluations and there are no held-out tasks."""
+    name = config.training.best_metric
+    if name is not None and name.removeprefix("-").startswith("eval/") and not evaluates:
+        raise ConfigError(
+            f"best_metric: {name} is measured on held-out tasks, and there are none; set eval_split or eval_dataset, "
+            "or use a metric of the training tasks, e.g. reward/mean"
+        )
 
 
 def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:
@@ -135,13 +157,20 @@ def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
     }
 
 
-def load_train_tasks(config: OrchestratorConfig) -> list[Task]:
-    """The tasks to train on. Raises ConfigError when none are named, DataError when they will not do."""
-    return rows_to_tasks(*load_train_rows(config))
+def of(taken: int, total: int | None) -> str:
+    """How many of how many. total: None = of a stream, which nobody counted."""
+    return f"the first {taken}" if total is None else str(taken) if taken == total else f"{taken} of {total}"
 
 
-def load_train_rows(config: OrchestratorConfig) -> tuple[list[Row], str]:
-    """The rows behind them, and the dataset's name for errors. Raises ConfigError, DataError."""
+def load_train_tasks(config: OrchestratorConfig) -> tuple[list[Task], int | None]:
+    """The tasks to train on, and of how many `max_samples` took them. Raises ConfigError when none are named, DataError
+    when they will not do."""
+    loaded = load_train_rows(config)
+    return rows_to_tasks(loaded.rows, loaded.where), loaded.total
+
+
+def load_train_rows(config: OrchestratorConfig) -> Loaded:
+    """The rows behind them. Raises ConfigError, DataError."""
     data = config.data
     source = data.train_dataset if data.train_dataset is not None else data.dataset_name
     if source is None:
@@ -151,20 +180,21 @@ def load_train_rows(config: OrchestratorConfig) -> tuple[list[Row], str]:
     return _load(config, source, data.dataset_split, data.max_samples)
 
 
-def load_eval_tasks(config: OrchestratorConfig) -> list[Task]:
-    """The held-out tasks; none when nothing says where they are. Raises ConfigError, DataError."""
-    rows, where = load_eval_rows(config)
-    tasks = rows_to_tasks(rows, where) if rows else []
-    return [tasks[index] for index in _drawn(config, len(tasks))]
+def load_eval_tasks(config: OrchestratorConfig) -> tuple[list[Task], int]:
+    """The held-out tasks, and of how many they were drawn; none when nothing says where they are. Raises ConfigError,
+    DataError."""
+    loaded = load_eval_rows(config)
+    tasks = rows_to_tasks(loaded.rows, loaded.where) if loaded.rows else []
+    return [tasks[index] for index in _drawn(config, len(tasks))], len(tasks)
 
 
-def load_eval_rows(config: OrchestratorConfig) -> tuple[list[Row], str]:
+def load_eval_rows(config: OrchestratorConfig) -> Loaded:
     """All rows of the held-out data, of which `eval_samples` are drawn. Raises ConfigError, DataError."""
     data = config.data
     if data.eval_dataset is None and data.eval_split is None:
         if config.training.eval_steps:
             raise ConfigError("eval_steps needs held-out tasks: set eval_split or eval_dataset")
-        return [], ""
+        return Loaded([], "", 0)
     source = next(s for s in (data.eval_dataset, data.train_dataset, data.dataset_name) if s is not None)
     return _load(config, source, data.eval_split or "train", None)
 
@@ -199,14 +229,14 @@ def check_disk(folder: Path, parameters: int, copies: int) -> None:
         )
 
 
-def _with_model(config: OrchestratorConfig, tasks: list[Task], eval_tasks: list[Task]) -> Prepared:
+def _with_model(config: OrchestratorConfig, tasks: list[Task], eval_tasks: list[Task], counts: Counts) -> Prepared:
     model_config = load_config(config.model)
     tokenizer = load_tokenizer(config.model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
     max_model_len = context_length(model_config, config.model.max_model_len)
     for part in (tasks, eval_tasks):
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
-    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, _notices(config, max_model_len))
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, _notices(config, max_model_len), counts)
 
 
 def check_names(config: OrchestratorConfig) -> None:
@@ -222,7 +252,7 @@ def check_names(config: OrchestratorConfig) -> None:
     check_trackers(config.run.report_to)
 
 
-def _load(config: OrchestratorConfig, source: Any, split: str, max_samples: int | None) -> tuple[list[Row], str]:
+def _load(config: OrchestratorConfig, source: Any, split: str, max_samples: int | None) -> Loaded:
     data = config.data
     return load_rows(
         source,
@@ -239,9 +269,11 @@ def _notices(config: OrchestratorConfig, max_model_len: int) -> list[str]:
     notes = config.notices()
     if max_model_len < config.model.max_model_len and "max_model_len" in config.model.model_fields_set:
         notes.append(f"max_model_len: {config.model.model} was made for {max_model_len} tokens; using that.")
-    if config.generation.max_tokens >= max_model_len:
+    name = "max_completion_length" if config.generation.max_tokens is None else "max_tokens"
+    given = config.generation.model_fields_set | config.algorithm.model_fields_set
+    if config.sampled_tokens >= max_model_len and name in given:
         notes.append(
-            f"max_tokens ({config.generation.max_tokens}): prompt and completion share {max_model_len} tokens, so "
+            f"{name} ({config.sampled_tokens}): prompt and completion share {max_model_len} tokens, so "
             "completions end earlier."
         )
     return notes

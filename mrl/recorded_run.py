@@ -46,7 +46,7 @@ class RecordedRun:
     scratch: ClassVar[str]
     """Folder in `run_dir` with what only a running process needs."""
     prepared: Any
-    """With at least `tasks`, `eval_tasks` and `notices`."""
+    """With at least `tasks`, `eval_tasks`, `counts` and `notices`."""
     total_steps: int
 
     def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
@@ -116,7 +116,7 @@ class RecordedRun:
             "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
             "on": facts["device"],
             **shown,
-            "held-out": len(self.prepared.eval_tasks),
+            "held-out": self.prepared.counts.held_out,
         }
         self.trackers.start(
             RunInfo(
@@ -129,7 +129,8 @@ class RecordedRun:
                 resume_ids=self.point.state["trackers"] if self.point else {},
             )
         )
-        self.store.event("start", what, **{"total_steps": self.total_steps, **facts})
+        counts = {"tasks": self.prepared.counts.tasks, "held_out": self.prepared.counts.held_out}
+        self.store.event("start", what, **{"total_steps": self.total_steps, **counts, **facts})
         for notice in [*self.prepared.notices, *notices]:
             self._note(notice)
         if self.resume:

@@ -89,10 +89,12 @@ def stored_options(run: Path) -> dict[str, Any]:
 def resumed_config(run: Path, given: dict[str, Any]) -> OrchestratorConfig:
     """The run's own configuration with what was `given` anew in its place. Raises ConfigError.
 
-    Callables and datasets are not in a run's record: they have to be given again.
+    Callables and datasets are not in a run's record: they have to be given again. The record holds every option; those
+    at their defaults do not count as given.
     """
-    options = stored_options(run)
-    known = {name: value for name, value in options.items() if name in flat_fields()}
+    fields = flat_fields()
+    options = {name: value for name, value in stored_options(run).items() if name in fields}
+    known = {name: v for name, v in options.items() if v != fields[name][1].get_default(call_default_factory=True)}
     lost = [name for name, value in known.items() if is_description(value) and name not in given]
     if lost:
         raise ConfigError(

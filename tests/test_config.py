@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mrl import ModelConfig, OrchestratorConfig, TrainingConfig
-from mrl.config import flat_fields, load_yaml
+from mrl.config import flat_fields, load_recipe
 from mrl.errors import ConfigError
 
 DEFAULTS = {
@@ -19,7 +19,7 @@ DEFAULTS = {
     "train_dataset": None,
     "actor_gpu": "A100",
     "rollout_gpu": "A10G",
-    "num_rollout_workers": 2,
+    "num_rollout_workers": 1,
     "num_generations": 4,
     "batch_size": 8,
     "learning_rate": 5e-6,
@@ -36,13 +36,13 @@ DEFAULTS = {
     "epsilon": 0.2,
     "scale_rewards": "group",
     "mask_truncated_completions": False,
-    "max_tokens": 8000,
+    "max_tokens": None,
     "max_model_len": 16384,
     "max_completion_length": 1024,
-    "temperature": 0.7,
-    "top_p": 0.9,
+    "temperature": 1.0,
+    "top_p": 1.0,
     "save_steps": 100,
-    "max_samples": 128,
+    "max_samples": None,
 }
 
 
@@ -72,7 +72,7 @@ def test_it_survives_yaml(tmp_path: Path) -> None:
     config = OrchestratorConfig.from_flat(model="m", learning_rate=1e-4, stop=["\n"], rename={"a": "b"}, top_k=5)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config.to_dict()))
-    assert OrchestratorConfig.from_flat(**load_yaml(path)).to_dict() == config.to_dict()
+    assert OrchestratorConfig.from_flat(**load_recipe(path)[0]).to_dict() == config.to_dict()
 
 
 def test_callables_and_datasets_are_described_where_they_cannot_be_written() -> None:
@@ -104,7 +104,8 @@ def test_callables_and_datasets_are_described_where_they_cannot_be_written() -> 
         ({"run_dir": "a", "run_name": "b"}, "give only one"),
         ({"prompt_format": "text", "system_prompt": "hi"}, "system_prompt has no effect"),
         ({"training": 3}, "training is a group of options"),
-        ({"learning_rate": 1e-5, "training": {"learning_rate": 1e-4}}, "learning_rate is given twice"),
+        ({"learning_rate": 1e-5, "training": {"learning_rate": 1e-4}}, "learning_rate is given twice, flat and in tr"),
+        ({"training": {"learning_rate": 1e-5}, "learning_rate": 1e-5}, "learning_rate is given twice, flat and in tr"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
@@ -118,28 +119,40 @@ def test_a_section_built_by_hand_gives_the_same_kind_of_error() -> None:
 
 
 def test_max_tokens_follows_max_completion_length_unless_it_is_given() -> None:
-    assert OrchestratorConfig.from_flat(max_completion_length=64).generation.max_tokens == 64
+    assert OrchestratorConfig().sampled_tokens == 1024
+    assert OrchestratorConfig.from_flat(max_completion_length=64).sampled_tokens == 64
     both = OrchestratorConfig.from_flat(max_completion_length=64, max_tokens=100)
-    assert both.generation.max_tokens == 100
+    assert both.sampled_tokens == 100
     assert any("max_tokens (100) is above max_completion_length (64)" in note for note in both.notices())
-    assert any("max_tokens (8000)" in note for note in OrchestratorConfig().notices())
-    assert OrchestratorConfig.from_flat(max_completion_length=64).notices() == []
+
+
+def test_defaults_need_no_notices() -> None:
+    assert OrchestratorConfig().notices() == []
+    assert OrchestratorConfig.from_flat(importance_sampling="none").notices() == []
 
 
 def test_options_without_a_meaning_here_are_said() -> None:
-    notes = OrchestratorConfig.from_flat(max_completion_length=64, actor_gpu="H100").notices()
+    notes = OrchestratorConfig.from_flat(actor_gpu="H100").notices()
     assert any("actor_gpu" in note and "inline" in note for note in notes)
-    notes = OrchestratorConfig.from_flat(max_completion_length=64, importance_sampling="none").notices()
+    notes = OrchestratorConfig.from_flat(top_p=0.9, importance_sampling="none").notices()
     assert any("biased" in note for note in notes)
 
 
 def test_recipes_read_numbers_as_people_write_them(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("learning_rate: 1e-5\nalgorithm:\n  epsilon: 2e-1\nmodel: starter-2e\n")
-    config = OrchestratorConfig.from_flat(**load_yaml(path))
+    config = OrchestratorConfig.from_flat(**load_recipe(path)[0])
     assert config.training.learning_rate == 1e-5
     assert config.algorithm.epsilon == 0.2
     assert config.model.model == "starter-2e"
+
+
+def test_a_recipe_knows_the_lines_of_its_keys(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("# a\nbase: &base {seed: 1}\ntraining:\n  <<: *base\n  seed: 2\n")
+    options, lines = load_recipe(path)
+    assert options["training"] == {"seed": 2}
+    assert lines == {"base": 2, "base.seed": 2, "training": 3, "training.seed": 5}
 
 
 @pytest.mark.parametrize(
@@ -148,18 +161,22 @@ def test_recipes_read_numbers_as_people_write_them(tmp_path: Path) -> None:
         ("model: m\nlearning_rate: ]1", "line 2: not valid YAML"),
         ("- a\n- b", "a recipe is a list of"),
         ("learning_rate: 1e-5\n\tx: 2", "not valid YAML"),
+        ("seed: 1\nseed: 1", "line 2: seed is given twice, first in line 1"),
+        ("training:\n  seed: 1\n\n  seed: 2", r"line 4: training\.seed is given twice, first in line 2"),
+        ("trl_args: &args\n  again: *args", "line 1: trl_args.again is an alias of what it stands in"),
+        ("trl_args: {packing: true, packing: false}", r"line 1: trl_args\.packing is given twice"),
     ],
 )
 def test_unreadable_recipes_name_the_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"broken\.yaml.*{message}"):
-        load_yaml(path)
+        load_recipe(path)
 
 
 def test_a_recipe_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
-        load_yaml("nowhere.yaml")
+        load_recipe("nowhere.yaml")
 
 
 @pytest.mark.parametrize(

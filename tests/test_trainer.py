@@ -33,6 +33,13 @@ def distinct(completions: list[str], **_: Any) -> list[float]:
     return [len(set(text)) / 8 + 0.01 * len(text) for text in completions]
 
 
+def says_a(completions: list[Any], **_: Any) -> list[float]:
+    return [float("a" in completion[-1]["content"]) for completion in completions]
+
+
+TALKS = [{"id": "t0", "prompt": [{"role": "user", "content": "say a"}], "want": "a"}]
+
+
 def run(model: str, folder: Path, **options: Any) -> RunResult:
     defaults = {
         "model": model,
@@ -95,7 +102,10 @@ def test_what_is_sampled_does_not_depend_on_how_many_workers_sample(tiny_model: 
 
 def test_everything_is_recorded(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "r"
-    result = run(tiny_model, folder, eval_dataset=TASKS[:3], eval_steps=2, save_steps=2)
+    changes = {"train_dataset": TASKS + TALKS, "max_samples": 10, "eval_dataset": TASKS[:5], "eval_samples": 3}
+    result = run(tiny_model, folder, eval_steps=2, save_steps=2, **changes)
+    start = next(row for row in read_rows(folder, "events") if row["kind"] == "start")
+    assert (start["tasks"], start["held_out"]) == ("10 of 11", "3 of 5")
     assert yaml.safe_load((folder / "config.yaml").read_text())["training"]["learning_rate"] == 1e-2
     assert json.loads((folder / "versions.json").read_text())["torch"]
     assert [row["step"] for row in metrics_of(folder)] == [1, 2, 3]
@@ -187,8 +197,17 @@ def test_messages_and_async_rewards(tiny_model: str, tmp_path: Path) -> None:
         return [float(len(ids)) for ids in completion_ids]
 
     tasks = [{"prompt": [{"role": "user", "content": f"hi {i}"}]} for i in range(4)]
-    run(tiny_model, tmp_path / "r", train_dataset=tasks, reward_funcs=reward, max_steps=1, system_prompt="be brief")
-    prompt, completion, step = seen[0]
+
+    def letters(completions: list[Any], **_: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    options = {"train_dataset": tasks, "reward_funcs": [reward, letters], "system_prompt": "be brief"}
+    run(tiny_model, tmp_path / "r", max_steps=1, **options)
+    notices = [row["message"] for row in read_rows(tmp_path / "r", "events") if row["kind"] == "notice"]
+    assert len(notices) == 1, "the other one is right, and defaults need none"
+    assert "letters gives 1 and 1 for completions as messages and 16 and" in notices[0]
+    assert [step for _, _, step in seen[:-1]] == [0, 0], "tried with both kinds of completions"
+    prompt, completion, step = seen[-1]
     assert prompt[0]["role"] == "user"
     assert completion[0]["role"] == "assistant"
     assert step == 1
@@ -254,6 +273,10 @@ def test_a_reward_of_the_wrong_length_stops_the_run_and_keeps_the_rollouts(tiny_
         ({"report_to": ["wandbb"]}, ConfigError, "report_to"),
         ({"temperature": 0.0}, ConfigError, "temperature"),
         ({"eval_steps": 1}, ConfigError, "eval_split or eval_dataset"),
+        ({"best_metric": "eval/pass_rate"}, ConfigError, "best_metric: eval/pass_rate .* set eval_split"),
+        ({"best_metric": "-eval/mean"}, ConfigError, "best_metric: -eval/mean .* set eval_split"),
+        ({"train_dataset": TALKS, "reward_funcs": distinct}, RewardError, "distinct raised TypeError.*'t0'.* messages"),
+        ({"reward_funcs": says_a}, RewardError, "says_a raised TypeError: .*test_trainer.py.* are text"),
         ({"reward_weights": [1.0, 2.0]}, RewardError, "reward_weights"),
     ],
 )

@@ -10,7 +10,7 @@ from mrl.config.data import DataConfig
 from mrl.config.model import ModelConfig
 from mrl.config.orchestrator import OrchestratorConfig, flat_fields, nest
 from mrl.config.overlap import OverlapConfig
-from mrl.config.recipe import load_yaml
+from mrl.config.recipe import load_recipe
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.serving import ServingConfig
 from mrl.config.simple import SimpleConfig
@@ -30,6 +30,6 @@ __all__ = [
     "SimpleConfig",
     "TrainingConfig",
     "flat_fields",
-    "load_yaml",
+    "load_recipe",
     "nest",
 ]

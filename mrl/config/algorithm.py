@@ -105,8 +105,7 @@ class AlgorithmConfig(Section):
     mask_truncated_completions: bool = False
     """Leave completions that hit the token limit out of the loss (they still count in their group's mean)."""
     max_completion_length: int = Field(1024, ge=1)
-    """Longest completion that is trained on, in tokens. Where it is given and `max_tokens` is not, sampling stops
-    there."""
+    """Longest completion that is trained on, in tokens. Unless `max_tokens` says otherwise, sampling stops there."""
 
     @field_validator("loss_type")
     @classmethod

@@ -33,8 +33,8 @@ class DataConfig(Section):
     """Column that holds the prompt, when it is not called `prompt`."""
     rename: dict[str, str] = Field(default_factory=dict)
     """Columns to rename, `{"old": "new"}`; reward functions see the new names."""
-    max_samples: int | None = Field(128, ge=0)
-    """Use only the first rows of the dataset; 0 or None = all."""
+    max_samples: int | None = Field(None, ge=0)
+    """Use only the first so many rows of the dataset; None or 0 = all."""
     shuffle: bool = True
     """Another order of the tasks each epoch, derived from `seed`."""
     prompt_format: Literal["auto", "chat", "text"] = "auto"

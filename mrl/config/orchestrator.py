@@ -50,6 +50,11 @@ class OrchestratorConfig(Section):
         """Every option by its flat name."""
         return {name: getattr(getattr(self, section), name) for name, (section, _) in flat_fields().items()}
 
+    @property
+    def sampled_tokens(self) -> int:
+        """After how many tokens sampling stops: `max_tokens`, else where training does."""
+        return self.generation.max_tokens or self.algorithm.max_completion_length
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data by section, for YAML and JSON. Callables and datasets become a description of themselves."""
         return {
@@ -58,15 +63,8 @@ class OrchestratorConfig(Section):
         }
 
     @model_validator(mode="after")
-    def _sampling_stops_where_training_does(self) -> Self:
-        given = self.algorithm.model_fields_set | self.generation.model_fields_set
-        if "max_completion_length" in given and "max_tokens" not in given:
-            self.generation.max_tokens = self.algorithm.max_completion_length
-        return self
-
-    @model_validator(mode="after")
     def _algorithm_goes_with_the_rest(self) -> Self:
-        algorithm, sampled = self.algorithm, self.generation.max_tokens
+        algorithm, sampled = self.algorithm, self.sampled_tokens
         if self.training.num_iterations > 1 and not LOSSES.get(algorithm.loss_type).reuse:
             raise ConfigError(
                 f"num_iterations: loss_type {algorithm.loss_type} has no ratio that would hold a second update to the "
@@ -108,7 +106,7 @@ class OrchestratorConfig(Section):
     def notices(self) -> list[str]:
         """What a user should know before the run starts: where one option changes what another means."""
         notes = []
-        limit, sampled = self.algorithm.max_completion_length, self.generation.max_tokens
+        limit, sampled = self.algorithm.max_completion_length, self.sampled_tokens
         if sampled > limit:
             notes.append(
                 f"max_tokens ({sampled}) is above max_completion_length ({limit}): completions longer than {limit} "
@@ -157,18 +155,21 @@ def nest(options: dict[str, Any]) -> dict[str, Any]:
                     if inner in fields:
                         raise ConfigError(f"{name}.{inner}: {inner} is an option of {fields[inner][0]}; move it there")
                     raise ConfigError(unknown_option(f"{name}.{inner}", inner, list(fields)))
-            _merge(nested.setdefault(name, {}), values)
+            _merge(nested, name, values)
         elif name in fields:
-            _merge(nested.setdefault(fields[name][0], {}), {name: value})
+            _merge(nested, fields[name][0], {name: value})
         else:
             raise ConfigError(unknown_option(name, name, [*fields, *sections]))
     return nested
 
 
-def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+def _merge(nested: dict[str, Any], section: str, values: dict[str, Any]) -> None:
+    into = nested.setdefault(section, {})
     for name, value in values.items():
-        if name in into and into[name] != value:
-            raise ConfigError(f"{name} is given twice, as {into[name]!r} and {value!r}: give it once")
+        if name in into:
+            raise ConfigError(
+                f"{name} is given twice, flat and in {section} (as {into[name]!r} and {value!r}): give it once"
+            )
         into[name] = value
 
 

@@ -13,12 +13,12 @@ from mrl.errors import ConfigError
 class GenerationConfig(Section):
     """The rollouts: the distribution completions are drawn from, and when they stop."""
 
-    max_tokens: int = Field(8000, ge=1)
-    """Sampling stops after so many tokens; where only `max_completion_length` is given, there. Completions longer than
-    `max_completion_length` are scored and stored, and left out of the loss."""
-    temperature: float = Field(0.7, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
+    """Sampling stops after so many tokens; None = at `max_completion_length`. Completions longer than that are scored
+    and stored, and left out of the loss."""
+    temperature: float = Field(1.0, ge=0)
     """Logits are divided by it, while sampling and while training."""
-    top_p: float = Field(0.9, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens whose probability reaches this; 1 = from all."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most likely tokens; 0 = from all."""
@@ -60,7 +60,7 @@ class RuntimeConfig(Section):
     engine: str = "transformers"
     """What rollout workers generate with: `transformers`, `vllm` (in a process of its own) or `vllm-remote` (servers
     that run already); see docs/vllm.md."""
-    num_rollout_workers: int = Field(2, ge=1)
+    num_rollout_workers: int = Field(1, ge=1)
     """Workers that generate. In one process one is best; with `direct` they all share the actor's weights."""
     actor_gpu: str = "A100"
     """GPU type of the actor on backends that rent machines; `inline` uses the device that is there."""

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrl.data.tasks import Row
 from mrl.errors import DataError
@@ -27,6 +27,14 @@ UNKNOWN = {
 """What `datasets` says to a name it does not know."""
 PROBE_SECONDS = 10.0
 """How long the Hub may take to answer before it counts as unreachable. Its client would retry for half a minute."""
+
+
+class Part(NamedTuple):
+    """The first rows of a source."""
+
+    rows: Iterable[Row]
+    total: int | None
+    """How many rows the source has; None = a stream, which nobody counts."""
 
 
 def is_dataset(source: Any) -> bool:
@@ -50,8 +58,8 @@ def require_whole(split: str, where: str) -> None:
         )
 
 
-def dataset_rows(source: Any, split: str, limit: int | None, where: str) -> Iterable[Row]:
-    """Rows of a Dataset, IterableDataset or DatasetDict as plain Python. Raises DataError."""
+def dataset_rows(source: Any, split: str, limit: int | None, where: str) -> Part:
+    """The first `limit` rows of a Dataset, IterableDataset or DatasetDict as plain Python. Raises DataError."""
     import datasets
 
     if has_splits(source):
@@ -63,10 +71,11 @@ def dataset_rows(source: Any, split: str, limit: int | None, where: str) -> Iter
     if isinstance(source, datasets.IterableDataset):
         if limit is None:
             raise DataError(f"{where} is a stream, which may never end: set max_samples")
-        return (_without_none(row) for row in source.take(limit))
+        return Part((_without_none(row) for row in source.take(limit)), None)
+    total = len(source)
     if limit is not None:
-        source = source.select(range(min(limit, len(source))))
-    return [_without_none(row) for row in source.with_format(None)]
+        source = source.select(range(min(limit, total)))
+    return Part([_without_none(row) for row in source.with_format(None)], total)
 
 
 def looks_like_path(name: str) -> bool:
@@ -85,8 +94,8 @@ def no_such_path(path: Path) -> DataError:
     return DataError(f"dataset {str(path)!r}: there is no such file or folder{hint or missing}")
 
 
-def read_path(path: Path, config: str | None, split: str, limit: int | None) -> list[Row]:
-    """Rows of a local file or folder. Raises DataError, with the line number for a broken JSONL file."""
+def read_path(path: Path, config: str | None, split: str, limit: int | None) -> Part:
+    """The first `limit` rows of a local file or folder. Raises DataError, with the line of a broken JSONL file."""
     import datasets
 
     where = f"dataset {str(path)!r}"
@@ -94,7 +103,7 @@ def read_path(path: Path, config: str | None, split: str, limit: int | None) -> 
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             with _as_data_error(where, path):
                 loaded = datasets.load_from_disk(str(path))
-            return list(dataset_rows(loaded, split, limit, where))
+            return dataset_rows(loaded, split, limit, where)
         return _load(where, path, limit, path=str(path), name=config, split=split)
     if config is not None:
         raise DataError(f"{where}: a file has no config, but dataset_config is {config!r}: remove it")
@@ -108,8 +117,9 @@ def read_path(path: Path, config: str | None, split: str, limit: int | None) -> 
     return _load(where, path, limit, path=builder, data_files=str(path), split="train", **options)
 
 
-def read_hub(name: str, config: str | None, split: str, limit: int | None, hint: str = "") -> list[Row]:
-    """Rows of a Hub dataset, downloaded or from the cache. Raises DataError: unreachable, unknown, gated, no split.
+def read_hub(name: str, config: str | None, split: str, limit: int | None, hint: str = "") -> Part:
+    """The first `limit` rows of a Hub dataset, downloaded or from the cache. Raises DataError: unreachable, unknown,
+    gated, no split.
 
     hint: a sentence for when it cannot be found.
     """
@@ -128,15 +138,15 @@ def read_hub(name: str, config: str | None, split: str, limit: int | None, hint:
             ) from error
         except datasets.exceptions.DatasetNotFoundError as error:
             raise DataError(f"{where}: {_one_line(error)} {local}; a private one needs `hf auth login`") from error
-    return list(dataset_rows(loaded, "train", limit, where))
+    return dataset_rows(loaded, "train", limit, where)
 
 
-def _load(where: str, file: Path, limit: int | None, **arguments: Any) -> list[Row]:
+def _load(where: str, file: Path, limit: int | None, **arguments: Any) -> Part:
     """`datasets.load_dataset` into a folder that goes away: local files leave nothing behind and are never stale."""
     import datasets
 
     with tempfile.TemporaryDirectory(prefix="mrl-data-") as cache, _as_data_error(where, file), _quiet(datasets):
-        return list(dataset_rows(datasets.load_dataset(cache_dir=cache, **arguments), "train", limit, where))
+        return dataset_rows(datasets.load_dataset(cache_dir=cache, **arguments), "train", limit, where)
 
 
 @contextlib.contextmanager

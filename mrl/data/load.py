@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrl.data import files
+from mrl.data.files import Part
 from mrl.data.sources import DATASETS
 from mrl.data.tasks import Row, columns_of, rename_columns, rows_to_tasks
 from mrl.errors import ConfigError, DataError
@@ -34,6 +35,16 @@ KNOWN_DATASETS = {
     ),
 }
 """By Hub id in lower case."""
+
+
+class Loaded(NamedTuple):
+    """Rows, and what can be said of them."""
+
+    rows: list[Row]
+    where: str
+    """The name errors give them."""
+    total: int | None
+    """How many rows the source has, before `max_samples`; None = a stream, which nobody counts."""
 
 
 def load_tasks(
@@ -64,7 +75,7 @@ def load_tasks(
     content. None entries inside nested values of Arrow data are removed: Arrow gives every struct every key.
     Raises DataError naming file, row (from 0) and column.
     """
-    rows, where = load_rows(
+    loaded = load_rows(
         source,
         config=config,
         split=split,
@@ -73,7 +84,7 @@ def load_tasks(
         max_samples=max_samples,
         seed=seed,
     )
-    return rows_to_tasks(rows, where)
+    return rows_to_tasks(loaded.rows, loaded.where)
 
 
 def load_rows(
@@ -85,13 +96,13 @@ def load_rows(
     rename: Mapping[str, str] | None = None,
     max_samples: int | None = None,
     seed: int = 0,
-) -> tuple[list[Row], str]:
-    """The rows behind `load_tasks`, for data whose rows are no tasks, and the name errors give it. Raises DataError."""
+) -> Loaded:
+    """The rows behind `load_tasks`, also for data whose rows are no tasks. Raises DataError."""
     if max_samples is not None and max_samples < 0:
         raise DataError(f"max_samples is {max_samples}: give the number of rows, 0 for all")
     limit = max_samples or None
-    rows, where = _read(source, config, split, limit, seed)
-    rows = list(itertools.islice(rows, limit))
+    part, where = _read(source, config, split, limit, seed)
+    rows = list(itertools.islice(part.rows, limit))
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{where}: row {index} is of type {type(row).__name__}: a row is a dict of columns")
@@ -100,12 +111,12 @@ def load_rows(
             raise DataError(f"{where}: row {index}: the column name {bad!r} is of type {type(bad).__name__}, not text")
     if not rows:
         raise DataError(f"{where}: the dataset is empty")
-    return rename_columns(rows, _renames(source, rows, prompt_column, rename, where), where), where
+    return Loaded(rename_columns(rows, _renames(source, rows, prompt_column, rename, where), where), where, part.total)
 
 
 def _read(
     source: Any, config: str | None, split: str, limit: int | None, seed: int, where: str = ""
-) -> tuple[Iterable[Row], str]:
+) -> tuple[Part, str]:
     """Rows and the name errors give them."""
     if isinstance(source, str | Path):
         return _read_name(source, config, split, limit, seed)
@@ -119,7 +130,7 @@ def _read(
     if isinstance(source, list | tuple):
         files.require_whole(split, where)
         # Not through datasets.Dataset.from_list: it takes the columns of the first row only, and drops the others.
-        return source, where
+        return Part(source, len(source)), where
     if type(source).__name__ == "DataFrame":
         raise DataError(f"{where}: give a pandas DataFrame as frame.to_dict('records')")
     raise DataError(
@@ -127,15 +138,14 @@ def _read(
     )
 
 
-def _read_name(
-    source: str | Path, config: str | None, split: str, limit: int | None, seed: int
-) -> tuple[list[Row], str]:
+def _read_name(source: str | Path, config: str | None, split: str, limit: int | None, seed: int) -> tuple[Part, str]:
     text = str(source)
     where = f"dataset {text!r}"
     if isinstance(source, str):
         name, _, argument = source.partition(":")
         if name in DATASETS.names():
-            return DATASETS.get(name)(argument, config=config, split=split, max_samples=limit, seed=seed), where
+            rows = DATASETS.get(name)(argument, config=config, split=split, max_samples=limit, seed=seed)
+            return Part(rows, len(rows)), where
         if argument and not Path(source).exists() and "/" not in name and len(name) > 1:
             try:
                 DATASETS.get(name)
@@ -154,7 +164,7 @@ def _read_name(
 
 def _read_callable(
     source: Callable[..., Any], config: str | None, split: str, limit: int | None, seed: int
-) -> tuple[Iterable[Row], str]:
+) -> tuple[Part, str]:
     name = getattr(source, "__qualname__", type(source).__name__)
     where = f"dataset {name}()"
     offered = {"config": config, "split": split, "max_samples": limit, "seed": seed}
@@ -176,8 +186,10 @@ def _read_callable(
     takes_split = every or "split" in taken
     try:
         result = source(**{k: v for k, v in offered.items() if every or k in taken})
-        if inspect.isgenerator(result):
+        if cut := inspect.isgenerator(result) and limit is not None:
             result = list(itertools.islice(result, limit))
+        elif inspect.isgenerator(result):
+            result = list(result)
     except DataError:
         raise
     except Exception as error:
@@ -188,7 +200,9 @@ def _read_callable(
         raise DataError(f"{where} returned None: it must return a Dataset or a list of dicts")
     if not takes_split and not files.has_splits(result):
         files.require_whole(split, where)
-    return _read(result, None, "train" if takes_split and not files.has_splits(result) else split, limit, seed, where)
+    split = "train" if takes_split and not files.has_splits(result) else split
+    part, where = _read(result, None, split, limit, seed, where)
+    return (Part(part.rows, None) if cut else part), where
 
 
 def _renames(

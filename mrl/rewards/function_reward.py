@@ -41,6 +41,11 @@ class FunctionReward:
         self._accepted, self._required = _parameters(function, self.name)
         self._warned = False
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it runs on the event loop."""
+        return _is_async(self.function)
+
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raises RewardError when the function has a required parameter that nothing fills."""
         available = sorted(set(columns) - _NOT_COLUMNS)

@@ -231,10 +231,8 @@ def notices(config: OrchestratorConfig, spec: TrainerSpec, tasks: int) -> list[s
         notes.append(
             f"TRL leaves out the last, smaller batch of an epoch: {tasks % values['batch_size']} of {tasks} tasks each."
         )
-    if spec.name == "kto" and values["shuffle"]:
+    if spec.name == "kto" and values["shuffle"] and "shuffle" in _given(config):
         notes.append("shuffle: KTO compares neighbours, so the order is shuffled once and the same in every epoch.")
-    if spec.online and values["max_tokens"] > values["max_completion_length"]:
-        notes.append(f"sampling stops at max_completion_length ({values['max_completion_length']}).")
     return notes
 
 
@@ -333,7 +331,7 @@ def _written(values: dict[str, Any], spec: TrainerSpec, facts: TrainerFacts) -> 
 
 
 def _sampling(values: dict[str, Any], spec: TrainerSpec) -> dict[str, Any]:
-    limit = min(values["max_tokens"], values["max_completion_length"])
+    limit = min(values["max_tokens"] or values["max_completion_length"], values["max_completion_length"])
     written = {
         "temperature": values["temperature"],
         "top_p": values["top_p"],
@@ -387,8 +385,8 @@ def _check_batch(values: dict[str, Any], spec: TrainerSpec) -> None:
 def _check_sampling(config: OrchestratorConfig, values: dict[str, Any]) -> None:
     if values["temperature"] == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
-    sampled, trained = values["max_tokens"], values["max_completion_length"]
-    if sampled > trained and sampled != _default("max_tokens"):
+    sampled, trained = config.sampled_tokens, config.algorithm.max_completion_length
+    if sampled > trained:
         raise ConfigError(
             f"max_tokens: TRL trains on everything it samples, so {sampled} cannot be above max_completion_length "
             f"({trained}); use {trained}"
@@ -421,12 +419,6 @@ def _is_cut(values: dict[str, Any]) -> bool:
     return bool(values["top_p"] < 1 or values["top_k"] or values["min_p"])
 
 
-def _default(name: str) -> Any:
-    return flat_fields()[name][1].get_default(call_default_factory=True)
-
-
 def _given(config: OrchestratorConfig) -> set[str]:
-    """Options the user wrote, unless the run is resumed: then every option is given, from the record."""
-    if config.run.resume not in (None, "auto"):
-        return set()
+    """Options the user wrote; of a resumed run, those that are not at their defaults."""
     return {name for section in type(config).model_fields for name in getattr(config, section).model_fields_set}

@@ -15,6 +15,8 @@ from mrl.data.tasks import Row
 from mrl.errors import ConfigError
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.preflight import (
+    Counts,
+    check_best_metric,
     check_disk,
     check_names,
     check_rewards,
@@ -23,10 +25,13 @@ from mrl.preflight import (
     load_eval_tasks,
     load_train_rows,
     load_train_tasks,
+    of,
     reward_worker_args,
+    total_steps,
 )
 from mrl.recorded_run import RecordedRun
 from mrl.resume import fingerprint
+from mrl.reward_trial import try_rewards
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.simple.data import check_shape, make_examples
 from mrl.simple.options import check_options, notices
@@ -49,6 +54,7 @@ class PreparedSimple:
     eval_tasks: list[Task]
     max_model_len: int
     notices: list[str]
+    counts: Counts
 
 
 def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
@@ -58,11 +64,12 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     check_installed()
     check_names(config)
     rewards = RewardWorker(**reward_worker_args(config.reward)) if spec.online else None
-    tasks = load_train_tasks(config) if spec.online else []
-    rows, where = load_train_rows(config) if not spec.online else ([], "")
+    tasks, total = load_train_tasks(config) if spec.online else ([], 0)
+    rows, where, total = load_train_rows(config) if not spec.online else ([], "", total)
     text_column = config.trl.trl_args.get("dataset_text_field", "text")
     shape = check_shape(rows, spec, where, text_column) if rows else ()
-    eval_tasks, eval_rows = _load_eval(config, spec, shape, text_column)
+    eval_tasks, eval_rows, eval_total = _load_eval(config, spec, shape, text_column)
+    check_best_metric(config, bool(eval_total))
     for part in (tasks, eval_tasks):
         if part and rewards is not None:
             check_rewards(rewards, part)
@@ -73,7 +80,8 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     else:
         tasks, eval_tasks = (_as_tasks(make_examples(part, shape, encoder)) for part in (rows, eval_rows))
     _check_enough(tasks, config, spec)
-    return PreparedSimple(spec, tasks, eval_tasks, context, notices(config, spec, len(tasks)))
+    counts = Counts(of(len(tasks), total), of(len(eval_tasks), eval_total))
+    return PreparedSimple(spec, tasks, eval_tasks, context, notices(config, spec, len(tasks)), counts)
 
 
 def check_installed() -> None:
@@ -94,6 +102,10 @@ class SimpleRun(RecordedRun):
 
     async def _prepare(self) -> None:
         self.prepared = await asyncio.to_thread(prepare_simple, self.config)
+        if self.prepared.spec.online:
+            tasks = self.prepared.tasks + self.prepared.eval_tasks
+            steps = total_steps(self.config, len(self.prepared.tasks))
+            self.prepared.notices += await try_rewards(self.config, tasks, steps, loop=False)
 
     def _newest_checkpoint(self) -> Path | None:
         return self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None
@@ -123,8 +135,8 @@ class SimpleRun(RecordedRun):
         facts: dict[str, Any] = await worker.call("initialize")
         self.total_steps = facts["total_steps"]
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
-        spec, tasks = self.prepared.spec, self.prepared.tasks
-        shown = {"trainer": f"TRL's {spec.name}", "tasks" if spec.online else "examples": len(tasks)}
+        spec, counts = self.prepared.spec, self.prepared.counts
+        shown = {"trainer": f"TRL's {spec.name}", "tasks" if spec.online else "examples": counts.tasks}
         self._announce("the trainer is up", facts, shown=shown, notices=[])
         if self.step >= self.total_steps:
             return
@@ -167,19 +179,19 @@ class SimpleRun(RecordedRun):
 
 def _load_eval(
     config: OrchestratorConfig, spec: TrainerSpec, shape: tuple[str, ...], text_column: str
-) -> tuple[list[Task], list[Row]]:
+) -> tuple[list[Task], list[Row], int]:
     if spec.online:
-        return load_eval_tasks(config), []
-    rows, where = load_eval_rows(config)
+        tasks, total = load_eval_tasks(config)
+        return tasks, [], total
+    rows, where, _ = load_eval_rows(config)
     if rows and check_shape(rows, spec, where, text_column) != shape:
         raise ConfigError(f"eval_dataset: {where} has not the columns {', '.join(shape)} that the training data has")
-    return [], draw_eval(config, rows)
+    return [], draw_eval(config, rows), len(rows)
 
 
 def _check_lengths(parts: list[list[Task]], encoder: PromptEncoder, context: int, config: OrchestratorConfig) -> None:
     """TRL does not end a completion where the context ends, so prompt and longest completion must fit together."""
-    values = config.flat()
-    completion = min(values["max_tokens"], values["max_completion_length"])
+    completion = min(config.sampled_tokens, config.algorithm.max_completion_length)
     if completion >= context:
         raise ConfigError(
             f"max_completion_length: {completion} tokens leave no room for a prompt in max_model_len ({context}), and "

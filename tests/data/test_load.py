@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mrl.data.load
-from mrl.data import DATASETS, load_tasks
+from mrl.data import DATASETS, load_rows, load_tasks
 from mrl.errors import DataError
 from mrl.types import Task
 
@@ -81,6 +81,27 @@ def test_local_files(kind: str, tmp_path: Path) -> None:
         assert prompts(tasks) == [row["prompt"] for row in ROWS]
         assert [task.columns["answer"] for task in tasks] == list(range(5))
     assert prompts(load_tasks(path, max_samples=2)) == ["Add 0", "Add 1"]
+
+
+@pytest.mark.parametrize("kind", ["list", "file", "dataset", "callable", "generator", "stream", "name"])
+def test_it_is_known_of_how_many_rows_the_first_are(tmp_path: Path, kind: str) -> None:
+    import datasets
+
+    dataset = datasets.Dataset.from_list(ROWS)
+    source: Any = {
+        "list": ROWS,
+        "file": write_jsonl(tmp_path / "a.jsonl", ROWS),
+        "dataset": dataset,
+        "callable": lambda: ROWS,
+        "generator": lambda: (row for row in ROWS),
+        "stream": dataset.to_iterable_dataset(),
+        "name": "tiny-code",
+    }[kind]
+    known = {"generator": None, "stream": None, "name": len(load_tasks("tiny-code"))}
+    loaded = load_rows(source, max_samples=2)
+    assert (len(loaded.rows), loaded.total) == (2, known.get(kind, 5))
+    if kind != "stream":
+        assert load_rows(source).total == len(load_rows(source).rows)
 
 
 def test_a_changed_file_is_never_stale_and_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,8 +208,8 @@ def test_limits_and_best(tiny_model: str, tmp_path: Path) -> None:
 
 
 def test_best_of_a_metric_there_is_not(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="best_metric: there is no metric 'eval/mean'"):
-        run(tiny_model, tmp_path / "r", best_metric="eval/mean")
+    with pytest.raises(ConfigError, match="best_metric: there is no metric 'reward/best'"):
+        run(tiny_model, tmp_path / "r", best_metric="reward/best")
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
