@@ -22,7 +22,7 @@ from mrl.inherit import (
     was_trained_on,
 )
 
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_samples": None, "max_tokens": 1024}
+DEFAULTS = {"max_tokens": 1024}
 PROMPTS = ("prompt_format", "system_prompt", "max_tokens", "stop", "max_model_len")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 MACHINE = (

@@ -77,6 +77,8 @@ def similar_run(name: str) -> str | None:
 def inherit_prompts(run: Path, checkpoint: Checkpoint, given: dict[str, Any]) -> Inherited:
     """How the run was prompted and where completions ended, for what was not `given`. Raises ConfigError."""
     recorded = stored_options(run)
+    if recorded.get("max_tokens") is None and "max_completion_length" in recorded:  # its completions ended there
+        recorded["max_tokens"] = recorded["max_completion_length"]
     inherited = Inherited(run, checkpoint)
     _take(inherited, recorded, given, PROMPTS_AND_LIMITS)
     if given.get("prompt_format") == "text":  # a system message goes with `chat` only
