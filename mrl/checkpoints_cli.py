@@ -33,7 +33,9 @@ def checkpoints(argv: list[str]) -> int:
             "target": argument(
                 "Folder to export to, or the repository to push to.", positional=True, metavar="[TARGET]"
             ),
-            "which": argument("Which checkpoint: newest, best, or a step's number.", default="newest"),
+            "which": argument(
+                "Which checkpoint is exported or pushed: newest, best, or a step's number.", default="newest"
+            ),
             "merged": argument("Merge a LoRA adapter into its model.", default="off", kind=bool),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
         },
@@ -42,6 +44,8 @@ def checkpoints(argv: list[str]) -> int:
     if action not in ACTIONS:
         raise ConfigError(f"mrl checkpoints: {action!r} is none of {', '.join(ACTIONS)}")
     if action in ("list", "verify"):
+        if unused := [name for name in ("target", "which", "merged") if name in given]:
+            raise ConfigError(f"mrl checkpoints RUN {action}: is about all of them; leave out the {unused[0]}")
         return _list(run, verify=action == "verify", as_json=given.get("json", False))
     if "target" not in given:
         raise ConfigError(
@@ -102,9 +106,12 @@ def replay(argv: list[str]) -> int:
 
 def export(checkpoint: Path, target: Path, *, merged: bool) -> Path:
     """Copy a checkpoint's model, without what training goes on from. Raises CheckpointError when `target` is in use."""
-    if target.exists() and any(target.iterdir()):
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be made a folder ({error.strerror}); choose another") from None
+    if any(target.iterdir()):
         raise CheckpointError(f"{target}: is not empty; choose another folder")
-    target.mkdir(parents=True, exist_ok=True)
     if merged and (checkpoint / "adapter_config.json").exists():
         from mrl.config import ModelConfig
         from mrl.models import load_model, load_tokenizer

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import ConfigError, DataError, ModelError
+from mrl.errors import ConfigError, DataError, ModelError, RewardError
 from mrl.flags import Groups, argument, parse
 from mrl.inherit import (
     Inherited,
@@ -112,14 +112,15 @@ def evaluate(argv: list[str]) -> int:
         raise ConfigError(f"num_samples: {count} is no number of attempts; use 1 or more")
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence: {confidence} is not between 0 and 1, e.g. 0.95")
-    if output and not Path(output).expanduser().parent.is_dir():
-        raise ConfigError(f"output: there is no folder {Path(output).expanduser().parent}")
+    if output:
+        _check_output(Path(output).expanduser())
     model = given.pop("model")
     found = find_run_of(model)
     inherited = inherit_all(*found, given) if found else None
     options = (inherited.options if inherited else {}) | given
     if options.get("dataset_name") is None:
-        raise ConfigError(f"no dataset: say what to measure {model} on, e.g. --dataset tasks.jsonl{_no_run(model)}")
+        example = "tiny-code" if model == "starter" else "tasks.jsonl"
+        raise ConfigError(f"no dataset: say what to measure {model} on, e.g. --dataset {example}{_no_run(model)}")
     options.setdefault("dataset_split", held_out_split(options["dataset_name"]))
     config = _config(model, options, inherited)
     if inherited and was_trained_on(inherited.run, options):
@@ -140,11 +141,19 @@ def evaluate(argv: list[str]) -> int:
         plain = {name: value for name, value in asdict(report).items() if name != "groups"}
         _print_json(plain | _effective(config, EVAL_GROUPS, inherited))
     else:
-        _print_evaluation(report)
+        _print_evaluation(report, by)
     return 0
 
 
-def _print_evaluation(report: Any) -> None:
+def _check_output(path: Path) -> None:
+    """Before hours of evaluation, not after them."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"output: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"output: {path} is a folder; name a file, e.g. {path / 'rollouts.jsonl'}")
+
+
+def _print_evaluation(report: Any, by: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -154,20 +163,20 @@ def _print_evaluation(report: Any) -> None:
     table.add_column("mean", justify="right")
     table.add_column(f"{report.confidence * 100:g}% interval", justify="right")
     rows = {"mean reward": report.mean_reward} | {f"pass@{k}": value for k, value in report.pass_at.items()}
-    rows |= {f"  {name} pass@1": value for name, value in report.by.items()}
+    rows |= {f"  {by}={name} pass@1": value for name, value in report.by.items()}
     for name, value in rows.items():
         interval = "–" if value.low is None else f"{value.low:.3f} – {value.high:.3f}"
         table.add_row(Text(name), f"{value.mean:.3f}", interval)
     console = Console(highlight=False)
     console.print(table)
-    tokens = f"{report.completion_length:.0f} tokens a completion"
-    print(f"{report.tasks} tasks x {report.samples_per_task} attempts; {tokens}")
+    size = f"{report.tasks} task{'s' * (report.tasks != 1)} x {report.samples_per_task} attempt"
+    print(f"{size}{'s' * (report.samples_per_task != 1)}; {report.completion_length:.0f} tokens a completion")
     if report.unscored:
         attempts = report.tasks * report.samples_per_task
         whole = f", {report.unscored_tasks} tasks not at all" if report.unscored_tasks else ""
         print(
             f"{report.unscored} of {attempts} attempts could not be scored{whole}. The means leave them out; the "
-            f"intervals reach from all of them failing to all of them passing.\n"
+            "intervals, but for rewards outside [0, 1], reach from all of them failing to all of them passing.\n"
             f"The first says: {report.unscored_because}"
         )
 
@@ -251,9 +260,15 @@ def _explained(model: str, inherited: Inherited | None) -> Iterator[None]:
     """Adds to an error what only the command knows."""
     try:
         yield
-    except DataError as error:
-        columns = {"prompt_column", "rename"} & set(inherited.options if inherited else ())
-        taken = [name for name in sorted(columns) if inherited and inherited.options[name]]
+    except (DataError, RewardError) as error:
+        if inherited is None:
+            raise type(error)(f"{error}{_no_run(model)}") from None
+        if missing := inherited.missing_files():
+            raise type(error)(
+                f"{error}. The run was started in another folder, as it seems, with {missing[0]}: go there, or say "
+                "with --dataset and --reward-funcs where they are"
+            ) from None
+        taken = [name for name in ("prompt_column", "rename") if inherited.options.get(name)]
         if not taken or "column" not in str(error):
             raise
         raise DataError(

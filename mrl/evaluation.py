@@ -12,8 +12,8 @@ from typing import Any
 from mrl.backends import BACKENDS, Resources
 from mrl.config import OrchestratorConfig
 from mrl.crew import sampling_params, spawn_rollout
-from mrl.errors import TrainingError
-from mrl.models import load_tokenizer
+from mrl.errors import DataError, TrainingError
+from mrl.models import context_length, load_config, load_tokenizer
 from mrl.preflight import check_engine, check_names, prepare_evaluation, reward_worker_args
 from mrl.reward_trial import try_rewards
 from mrl.rewards.scoring import TrainerState, score_groups
@@ -135,10 +135,16 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     check_engine(config)
     tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    prompt_ids = tuple(encoder.encode(prompt))
+    limit = context_length(await asyncio.to_thread(load_config, config.model), config.model.max_model_len)
+    if len(prompt_ids) >= limit:
+        raise DataError(
+            f"the prompt has {len(prompt_ids)} tokens and at most {limit - 1} fit; shorten it, or raise max_model_len "
+            "if the model takes more"
+        )
     backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
     try:
-        policy = await _policy(backend, config, None)
-        prompt_ids = tuple(encoder.encode(prompt))
+        policy = await _policy(backend, config, limit)
         params = sampling_params(config)
         requests = [
             GenerateRequest(str(k), prompt_ids, params, derive_seed(config.training.seed, "sample", k))
@@ -159,11 +165,7 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     ]
 
 
-async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int | None) -> PolicyClient:
-    from mrl.models import context_length, load_config
-
-    if max_model_len is None:
-        max_model_len = context_length(await asyncio.to_thread(load_config, config.model), config.model.max_model_len)
+async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int) -> PolicyClient:
     worker = await spawn_rollout(backend, config, max_model_len, 0)
     await worker.call("load")
     return PolicyClient([worker])

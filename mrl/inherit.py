@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import flat_fields
+from mrl.data.files import BUILDERS
 from mrl.data.sources import own_reward
 from mrl.errors import ConfigError
-from mrl.resume import is_description, stored_options
+from mrl.resume import existing_run, is_description, stored_options
 from mrl.store.checkpoints import Checkpoint, find_checkpoint
-from mrl.store.find import all_runs, find_run
+from mrl.store.find import all_runs, find_run, runs_root
 
 PROMPTS_AND_LIMITS = ("prompt_format", "system_prompt", "max_tokens", "max_model_len", "stop", "dtype")
 SCORE = (
@@ -39,6 +40,13 @@ class Inherited:
     notes: list[str] = field(default_factory=list)
     """What was not taken over although the run has it, and why."""
 
+    def missing_files(self) -> list[str]:
+        """Its tasks' and rewards' files that are not here: the record names them as the command line did."""
+        functions, dataset = self.options.get("reward_funcs") or [], self.options.get("dataset_name") or ""
+        files = [name.rpartition(":")[0] for name in _listed(functions) if ".py:" in name]
+        files += [dataset] if Path(dataset).suffix in (*BUILDERS, ".gz") else []
+        return [name for name in files if not Path(name).expanduser().exists()]
+
     def said(self, defaults: dict[str, Any]) -> str:
         """One line: where they come from, and those that differ from the command's `defaults`, as flags."""
         fields = flat_fields()
@@ -54,7 +62,8 @@ class Inherited:
 def find_run_of(model: str) -> tuple[Path, Checkpoint] | None:
     """The run and the checkpoint a model's name stands for: RUN, RUN@best, RUN@40, a run's folder, or a checkpoint's.
 
-    None = it is no run. Raises CheckpointError when the run has no such checkpoint.
+    None = it is no run. Raises ConfigError where it can be nothing else and is not there, CheckpointError when the run
+    has no such checkpoint.
     """
     path = Path(model).expanduser()
     if model == "starter":
@@ -65,12 +74,14 @@ def find_run_of(model: str) -> tuple[Path, Checkpoint] | None:
         return None
     name, _, which = model.rpartition("@") if "@" in model else (model, "", "newest")
     found = find_run(name)
+    if found is None and "/" in name and not path.exists() and path.parent.resolve() == runs_root().resolve():
+        existing_run(name)
     return None if found is None else (found, find_checkpoint(found, which))
 
 
 def similar_run(name: str) -> str | None:
     """The run whose name is nearest to one that is not there."""
-    close = difflib.get_close_matches(name.rpartition("@")[0] or name, [run.name for run in all_runs()], n=1)
+    close = difflib.get_close_matches(Path(name.rpartition("@")[0] or name).name, [run.name for run in all_runs()], n=1)
     return close[0] if close else None
 
 
@@ -182,7 +193,7 @@ def _brings_another_reward(recorded: dict[str, Any], given: dict[str, Any]) -> b
 def _importable(functions: Any) -> str | None:
     """The flag that names recorded functions by their files, where all are functions of a file that is still there."""
     names = []
-    for described in functions if isinstance(functions, list) else [functions]:
+    for described in _listed(functions):
         match = re.fullmatch(r"<[\w.]+?\.(\w+), (.+\.py):\d+>", str(described))
         if is_description(described) and (match is None or not Path(match[2]).is_file()):
             return None
@@ -191,7 +202,11 @@ def _importable(functions: Any) -> str | None:
 
 
 def _joined(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, _listed(value)))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -230,5 +245,13 @@ def _flag(name: str, value: Any) -> str:
         values = [f"{key}={inner}" for key, inner in value.items()]
     else:
         values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    shown = " ".join(shlex.quote(text) for text in values)
+    shown = " ".join(map(_quoted, values))
     return f"{flag} {shown if len(shown) <= _WIDEST else shown[: _WIDEST - 1] + '…'}"
+
+
+def _quoted(text: str) -> str:
+    """For a shell, in one line: as $'…' where it holds line breaks."""
+    breaks = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    if not any(character in text for character in breaks):
+        return shlex.quote(text)
+    return "$'" + "".join(breaks.get(c, "\\" + c if c in "\\'" else c) for c in text) + "'"

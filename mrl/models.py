@@ -42,6 +42,8 @@ def resolve_model(name: str) -> str:
     run = find_run(run_name)
     if run is not None:
         return str(find_checkpoint(run, which).path)
+    if path.is_file():
+        raise ModelError(f"{name}: is a file; give the folder of a model")
     if path.is_dir():
         raise ModelError(f"{name}: the folder holds neither a model (config.json) nor a run (config.yaml)")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:

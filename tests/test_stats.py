@@ -63,7 +63,7 @@ def test_mean_interval_of_a_worked_example() -> None:
 
 
 CASES = [(n, k, within) for n in (10, 22, 100) for k, within in ((1, 1.0), (4, 0.0), (8, 0.3), (8, 0.8))]
-RATES = (0.005, 0.03, 0.2, 0.5, 0.9, 0.99)
+RATES = (0.03, 0.5, 0.99)
 
 
 def coverage(rate: float, n: int, k: int, within: float, confidence: float = 0.95, runs: int = 300) -> float:
@@ -89,7 +89,7 @@ def test_a_rate_is_covered_near_0_and_1_with_few_tasks_and_correlated_attempts(r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.95, 0.99])
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.4, 0.7, 0.97])
+@pytest.mark.parametrize("rate", [0.005, 0.01, 0.1, 0.4, 0.7, 0.9, 0.97])
 def test_a_rate_is_covered_at_every_level(rate: float, confidence: float) -> None:
     covered = {case: coverage(rate, *case, confidence, runs=600) for case in [*CASES, (5, 4, 0.5), (300, 4, 0.5)]}
     assert min(covered.values()) > confidence - 0.05, covered
