@@ -44,8 +44,9 @@ def checkpoints(argv: list[str]) -> int:
     if action not in ACTIONS:
         raise ConfigError(f"mrl checkpoints: {action!r} is none of {', '.join(ACTIONS)}")
     if action in ("list", "verify"):
-        if unused := [name for name in ("target", "which", "merged") if name in given]:
-            raise ConfigError(f"mrl checkpoints RUN {action}: is about all of them; leave out the {unused[0]}")
+        unused = {"target": str(given.get("target")), "which": "--which", "merged": "--merged"}
+        if found := [text for name, text in unused.items() if name in given]:
+            raise ConfigError(f"mrl checkpoints RUN {action}: is about all of them; leave out {', '.join(found)}")
         return _list(run, verify=action == "verify", as_json=given.get("json", False))
     if "target" not in given:
         raise ConfigError(

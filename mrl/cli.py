@@ -84,10 +84,10 @@ def train(argv: list[str]) -> int:
     given = parse(
         "mrl train",
         "Train a model by reinforcement learning: on tasks, scored by a reward function or by test cases.\n\n"
-        "  mrl train quickstart                       a shipped recipe: some minutes, nothing to download\n"
+        "  mrl train quickstart                         a shipped recipe: some minutes, nothing to download\n"
         "  mrl train --model PATH_OR_HUB_ID --dataset tasks.jsonl --reward-funcs my_rewards.py:accuracy\n"
-        "  mrl train recipe.yaml --learning-rate 1e-5 options from a file; flags override it\n"
-        "  mrl train --resume my-run                  go on with a run, from its newest checkpoint\n"
+        "  mrl train recipe.yaml --learning-rate 1e-5   options from a file; flags override it\n"
+        "  mrl train --resume my-run                    go on with a run, from its newest checkpoint\n"
         "  mrl train --simple-mode --algorithm sft --dataset answers.jsonl --trl-args packing=true\n\n"
         "Options come from the defaults, then the recipe, then the flags. Below are the most used ones;\n"
         "`mrl train --help-all` shows every one, docs/ explains them by task.",

@@ -246,7 +246,7 @@ def _config(model: str, options: dict[str, Any], inherited: Inherited | None) ->
     return OrchestratorConfig.from_flat(**(DEFAULTS | options | {"model": source}))
 
 
-def _effective(config: Any, groups: dict[str, Any], inherited: Inherited | None) -> dict[str, Any]:
+def _effective(config: Any, groups: Groups, inherited: Inherited | None) -> dict[str, Any]:
     """For --json: every option as it was used, and which of them came from where."""
     plain = {name: value for section in config.to_dict().values() for name, value in section.items()}
     options = {name: plain[name] for name in ("model", *(name for _, names in groups.values() for name in names))}
