@@ -92,7 +92,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {options.threads} thread(s)"
+    on_gpu = options.device.startswith("cuda")
+    where = torch.cuda.get_device_name(options.device) if on_gpu else f"CPU, {options.threads} thread(s)"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{versions}, {where}")
     print(f"{ROWS} rows at once, {GENERATIONS} generations per prompt\n")

@@ -12,6 +12,7 @@ from mrl.errors import CheckpointError, ConfigError
 from mrl.flags import argument, parse
 from mrl.resume import existing_run
 from mrl.store.checkpoints import best_step, find_checkpoint, list_checkpoints
+from mrl.units import size
 
 ACTIONS = ("list", "verify", "export", "push")
 
@@ -144,7 +145,7 @@ def _list(run: Path, *, verify: bool, as_json: bool) -> int:
     for row in [] if as_json else rows:
         state = "" if not verify else "  intact" if not row["problems"] else "  DAMAGED"
         best_mark = "  best" if row["best"] else ""
-        print(f"step {row['step']:>6}  {row['bytes'] / 1e6:8.1f} MB{state}{best_mark}  {row['path']}")
+        print(f"step {row['step']:>6}  {size(row['bytes']):>8}{state}{best_mark}  {row['path']}")
         for problem in row.get("problems", []):
             print(f"    {problem}")
     if not rows and not as_json:

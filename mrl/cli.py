@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mrl.errors import ConfigError, MRLError
+from mrl.units import duration, plural, size
 
 Command = Callable[[list[str]], int]
 
@@ -140,7 +141,14 @@ def _print_run(result: Any, config: Any) -> None:
         form = ".1%" if curve.what == "reward" else ".4f"
         first, last = (format(value, form) for value in (curve.eval_pass_rates[0], curve.eval_pass_rates[-1]))
         console.print(f"held-out {curve.eval_what} {first} → {last}")
-    console.print(f"{result.status} after {result.steps} steps, {result.seconds:.0f} s. Everything is in {run}/")
+    ended = f"{result.status} after {plural(result.steps, 'step')}, {duration(result.seconds)}"
+    if result.warnings:
+        console.print(f"[yellow]{ended}, but[/yellow]")
+        for warning in result.warnings:
+            console.print(f"  {escape(warning)}", soft_wrap=True)
+    else:
+        console.print(ended)
+    console.print(f"Everything is in {run}/", soft_wrap=True, markup=False)
     if curve.steps:
         console.print(f"  {f'{curve.what} curve':14} {run / f'{curve.what}.png'}")
     if result.checkpoint is None or (config.trl.mode == "simple" and config.trl.algorithm == "reward"):
@@ -211,14 +219,14 @@ def cache(argv: list[str]) -> int:
         return 0
     verb = {"list": "", "clear": "would remove " if dry_run else "removed "}[action]
     for entry in entries:
-        print(f"{verb}{entry.kind:8} {entry.bytes / 1e6:10.1f} MB  {entry.name}")
+        print(f"{verb}{entry.kind:8} {size(entry.bytes):>10}  {entry.name}")
     if not entries:
         print("nothing is cached" if action == "list" else "nothing to remove")
     if action == "clear" and not given.get("model"):
         models = [entry for entry in list_cache() if entry.kind == "model"]
         if models:
-            size = sum(entry.bytes for entry in models) / 1e6
-            _say(f"{len(models)} model(s) of the Hub cache were left ({size:.0f} MB); `mrl cache clear --model NAME`")
+            left = size(sum(entry.bytes for entry in models))
+            _say(f"{plural(len(models), 'model')} of the Hub cache were left ({left}); `mrl cache clear --model NAME`")
     return 0
 
 

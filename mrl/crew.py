@@ -7,7 +7,7 @@ from typing import Any
 
 from mrl.backends import BACKENDS, Backend, Resources, WorkerHandle
 from mrl.config import OrchestratorConfig
-from mrl.preflight import reward_worker_args
+from mrl.preflight import engine_gpus, reward_worker_args
 from mrl.sync import SYNC_METHODS, WeightSync
 from mrl.types import SamplingParams
 
@@ -32,9 +32,9 @@ async def spawn_actor(
 
 
 async def spawn_rollout(
-    backend: Backend, config: OrchestratorConfig, max_model_len: int | None, index: int
+    backend: Backend, config: OrchestratorConfig, max_model_len: int | None, index: int, *, alone: bool = False
 ) -> WorkerHandle:
-    """Rollout worker number `index`; it has no weights yet."""
+    """Rollout worker number `index`; it has no weights yet. alone: no actor, and no other rollout worker."""
     from mrl.workers.rollout import RolloutWorker
 
     return await backend.spawn(
@@ -44,7 +44,7 @@ async def spawn_rollout(
         args={
             "engine": config.runtime.engine,
             "model": config.model.model_dump() | {"max_model_len": max_model_len},
-            "options": engine_options(config, index),
+            "options": engine_options(config, index, alone=alone),
         },
     )
 
@@ -63,15 +63,15 @@ def rollout_workers(config: OrchestratorConfig) -> int:
     return len(config.serving.vllm_urls) or config.runtime.num_rollout_workers
 
 
-def engine_options(config: OrchestratorConfig, index: int) -> dict[str, Any]:
-    """What rollout worker `index` makes its engine with."""
+def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = False) -> dict[str, Any]:
+    """What rollout worker `index` makes its engine with. alone: no actor, and no other rollout worker."""
     options = config.serving.options_of(config.runtime.engine)
     if options:
         options["sync_timeout"] = config.runtime.sync_timeout
     elif config.runtime.engine == "transformers" and config.overlap.by_group:
         options["continuous"] = True
     if "vllm_devices" in options:
-        options["vllm_devices"] = config.serving.devices_of(index)
+        options["vllm_devices"] = config.serving.devices_of(0) if alone else engine_gpus(config)[0][index]
     if "vllm_urls" in options:
         urls = options.pop("vllm_urls")
         options["url"] = urls[index]

@@ -21,6 +21,7 @@ from mrl.inherit import (
     similar_run,
     was_trained_on,
 )
+from mrl.units import plural
 
 DEFAULTS = {"max_tokens": 1024}
 PROMPTS = ("prompt_format", "system_prompt", "max_tokens", "stop", "max_model_len")
@@ -169,11 +170,11 @@ def _print_evaluation(report: Any, by: str | None) -> None:
         table.add_row(Text(name), f"{value.mean:.3f}", interval)
     console = Console(highlight=False)
     console.print(table)
-    size = f"{report.tasks} task{'s' * (report.tasks != 1)} x {report.samples_per_task} attempt"
-    print(f"{size}{'s' * (report.samples_per_task != 1)}; {report.completion_length:.0f} tokens a completion")
+    size = f"{plural(report.tasks, 'task')} x {plural(report.samples_per_task, 'attempt')}"
+    print(f"{size}; {report.completion_length:.0f} tokens a completion")
     if report.unscored:
         attempts = report.tasks * report.samples_per_task
-        whole = f", {report.unscored_tasks} tasks not at all" if report.unscored_tasks else ""
+        whole = f", {plural(report.unscored_tasks, 'task')} not at all" if report.unscored_tasks else ""
         print(
             f"{report.unscored} of {attempts} attempts could not be scored{whole}. The means leave them out; the "
             "intervals, but for rewards outside [0, 1], reach from all of them failing to all of them passing.\n"

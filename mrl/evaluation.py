@@ -166,6 +166,6 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
 
 
 async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int) -> PolicyClient:
-    worker = await spawn_rollout(backend, config, max_model_len, 0)
+    worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
     await worker.call("load")
     return PolicyClient([worker])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from statistics import fmean, pstdev
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from mrl.algorithms import ADVANTAGES
 from mrl.algorithms.advantages import AdvantageInputs, AdvantageSettings, zero_variance_fraction
 from mrl.algorithms.turns import spread_over_samples, turn_lengths, turn_rewards
+from mrl.causes import group_causes, in_lines
 from mrl.config import OrchestratorConfig
 from mrl.errors import TrainingError
 from mrl.reward_shaping import is_scored, shaped_reward, shaping, teaches
@@ -102,12 +102,15 @@ def reference_samples(groups: list[Group], config: OrchestratorConfig) -> list[S
 
 
 def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str = "reward") -> dict[str, float]:
-    """Rewards by function, pass rate, groups without variance, lengths, truncation and failures of a step."""
+    """Rewards by function, pass rate, groups without variance, lengths, truncation and failures of a step.
+
+    prefix: of the rewards' names; where it is not `reward`, of all names."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout for rollout in rollouts if is_scored(rollout)]
     rewards = [rollout.reward for rollout in scored if rollout.reward is not None]
     lengths = [rollout.num_tokens for rollout in rollouts if rollout.samples]
-    metrics: dict[str, float] = {"rollout/failed_fraction": 1 - len(scored) / len(rollouts)}
+    where = "rollout" if prefix == "reward" else prefix
+    metrics: dict[str, float] = {f"{where}/failed_fraction": 1 - len(scored) / len(rollouts)}
     if rewards:
         index_of = {id(rollout): index for index, group in enumerate(groups) for rollout in group.rollouts}
         groups_B = torch.tensor([index_of[id(rollout)] for rollout in scored])
@@ -123,10 +126,10 @@ def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str
                 metrics |= {f"{prefix}/{name}/mean": fmean(values), f"{prefix}/{name}/std": pstdev(values)}
     if lengths:
         metrics |= {
-            "rollout/completion_length_mean": fmean(lengths),
-            "rollout/completion_length_max": float(max(lengths)),
-            "rollout/truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
-            "rollout/overlong": float(sum(_overlong(s, config) for r in rollouts for s in r.samples)),
+            f"{where}/completion_length_mean": fmean(lengths),
+            f"{where}/completion_length_max": float(max(lengths)),
+            f"{where}/truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
+            f"{where}/overlong": float(sum(_overlong(s, config) for r in rollouts for s in r.samples)),
         }
     return metrics
 
@@ -151,13 +154,14 @@ def check_failures(groups: list[Group], config: OrchestratorConfig, step: int) -
     """Raise TrainingError, with the causes counted, when too many of a step's rollouts failed."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     failed = [rollout for rollout in rollouts if not is_scored(rollout)]
-    if len(failed) > config.training.max_failed_fraction * len(rollouts):
-        causes = Counter((rollout.error or "unknown") for rollout in failed).most_common(3)
-        listed = "\n".join(f"  {count} x {cause}" for cause, count in causes)
-        raise TrainingError(
-            f"step {step}: {len(failed)} of {len(rollouts)} rollouts could not be generated or scored "
-            f"(max_failed_fraction is {config.training.max_failed_fraction}). Causes:\n{listed}"
-        )
+    if len(failed) <= config.training.max_failed_fraction * len(rollouts):
+        return
+    what = "scored" if all(rollout.samples for rollout in failed) else "generated or scored"
+    raise TrainingError(
+        f"step {step}: {len(failed):,} of {len(rollouts):,} rollouts could not be {what} (max_failed_fraction is "
+        f"{config.training.max_failed_fraction}). Causes:\n"
+        + in_lines(group_causes((rollout.error, 1) for rollout in failed))
+    )
 
 
 def _advantages(scored: list[tuple[int, Rollout]], config: OrchestratorConfig) -> list[list[float | list[float]]]:

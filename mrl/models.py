@@ -153,8 +153,9 @@ def autocast_dtype(config: ModelConfig, device: torch.device) -> torch.dtype | N
 
     if config.dtype == "bfloat16":
         return torch.bfloat16
-    if config.dtype == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.bfloat16
+    if config.dtype == "auto" and device.type == "cuda":
+        with torch.cuda.device(device):  # it is the current one that is asked
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
     return None
 
 

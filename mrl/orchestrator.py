@@ -25,6 +25,7 @@ from mrl.experience import check_failures, make_batch, rollout_metrics, shaping_
 from mrl.gap_watch import GapWatch
 from mrl.preflight import Prepared, check_disk, prepare, total_steps
 from mrl.producer import Producer
+from mrl.progress import showing_progress
 from mrl.recorded_run import RecordedRun
 from mrl.resume import fingerprint, random_state, set_random_state
 from mrl.reward_shaping import KL, is_scored, shape_by_length
@@ -97,7 +98,8 @@ class Orchestrator(RecordedRun):
         metrics: dict[str, float] = {}
         try:
             with self._timed("wait"):
-                taken = await self.stream.take(self.step, self.version)
+                async with showing_progress(self.trackers, self.workers, self._generates):
+                    taken = await self.stream.take(self.step, self.version)
             groups = taken.groups
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
@@ -107,6 +109,7 @@ class Orchestrator(RecordedRun):
             await self._shape(groups)
             metrics |= shaping_metrics(groups, self.config)
             metrics |= await self._learn(groups)
+            self.watch.look(self.step, groups)
         finally:  # what was generated is written down, whatever came after
             recorded = self.stream.unused() if taken is None else [*groups, *taken.dropped]
             tokens = sum(rollout.num_tokens for group in recorded for rollout in group.rollouts)
@@ -148,10 +151,8 @@ class Orchestrator(RecordedRun):
     async def _learn(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
         if not batch.num_tokens:
-            why = "every completion was too long or cut (see max_completion_length)"
-            if not batch.num_sequences:
-                why = "no group of rollouts differed in reward (see zero_variance_groups)"
-            self._note(f"step {self.step}: no update, {why}")
+            self.watch.no_update(self.step, groups, batch)
+        self.trackers.phase("training")
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
         if metrics["train/updates_skipped"]:
@@ -162,6 +163,7 @@ class Orchestrator(RecordedRun):
             if not self.config.overlap.in_flight:
                 with self._timed("wait"):
                     await self.stream.quiet()
+            self.trackers.phase("sending weights")
             with self._timed("sync"):
                 self.version += 1
                 report = await self.policy.sync(self.sync, self.actor, self.version)
@@ -172,17 +174,19 @@ class Orchestrator(RecordedRun):
         """Attempt the held-out tasks once each, with the same seeds every time."""
         await self.stream.settle()  # reward functions may draw from one generator of random numbers
         start = perf_counter()
-        groups = await self.source.collect(
-            self.prepared.eval_tasks, self.policy, 1, seed=derive_seed(self.config.training.seed, "eval")
-        )
+        seed = derive_seed(self.config.training.seed, "eval")
+        async with showing_progress(self.trackers, self.workers, lambda: True, "evaluating"):
+            groups = await self.source.collect(self.prepared.eval_tasks, self.policy, 1, seed=seed)
         await score_groups(self.rewards, groups, self._trainer_state(None))
         metrics = rollout_metrics(groups, self.config, prefix="eval")
         self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self.eval_metrics["time/eval"] = perf_counter() - start
         self.store.write_eval(self.step, self.eval_metrics, groups)
         self.trackers.log(self.step, self.eval_metrics)
+        self.watch.look_at_evaluation(self.step, groups)
 
     async def _checkpoint(self, *, last: bool) -> None:
+        self.trackers.phase("saving")
         await self.stream.settle()
         state = {
             "policy_version": self.version,
@@ -266,6 +270,10 @@ class Orchestrator(RecordedRun):
 
     def _trainer_state(self, epoch: float | None) -> TrainerState:
         return TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=epoch)
+
+    def _generates(self) -> bool:
+        """Whether anything is being sampled, rather than scored."""
+        return any(ticket.stage == "generating" for ticket in self.stream.tickets)
 
     def _just_synced(self) -> bool:
         return self.step % self.config.runtime.sync_weights_every == 0

@@ -13,7 +13,7 @@ from mrl.config import OrchestratorConfig, RewardConfig
 from mrl.data import check_columns, check_prompt_lengths, load_rows
 from mrl.data.load import Loaded
 from mrl.data.tasks import Row, rows_to_tasks
-from mrl.engines import ENGINES
+from mrl.engines import ENGINES, vllm_devices
 from mrl.errors import ConfigError
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
@@ -21,6 +21,7 @@ from mrl.sandbox import SANDBOXES
 from mrl.sync import SYNC_METHODS
 from mrl.tracking import check_trackers
 from mrl.types import Task, derive_seed
+from mrl.units import plural, size
 from mrl.workers.reward import RewardWorker
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     _check_shared_weights(config)
     _check_stale_sync(config)
     check_engine(config)
+    gpu_notices = vllm_devices.notices(*engine_gpus(config)) if config.runtime.engine == "vllm" else []
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
     eval_tasks, all_eval_tasks = load_eval_tasks(config)
@@ -72,7 +74,9 @@ def prepare(config: OrchestratorConfig) -> Prepared:
         if part:
             check_rewards(rewards, part)
     counts = Counts(of(len(tasks), all_tasks), of(len(eval_tasks), all_eval_tasks))
-    return _with_model(config, tasks, eval_tasks, counts)
+    prepared = _with_model(config, tasks, eval_tasks, counts)
+    prepared.notices += gpu_notices
+    return prepared
 
 
 def _check_shared_weights(config: OrchestratorConfig) -> None:
@@ -133,6 +137,15 @@ def check_best_metric(config: OrchestratorConfig, evaluates: bool) -> None:
             f"best_metric: {name} is measured on held-out tasks, and there are none; set eval_split or eval_dataset, "
             "or use a metric of the training tasks, e.g. reward/mean"
         )
+
+
+def engine_gpus(config: OrchestratorConfig) -> tuple[list[list[int]], int | None]:
+    """The GPUs of each of a run's vLLM engines, and the actor's (None = it is on none). Raises ConfigError."""
+    import torch
+
+    seen = torch.cuda.device_count()
+    actor = vllm_devices.actors_gpu(config.model.device, seen)
+    return vllm_devices.share_out(config.serving, config.runtime.num_rollout_workers, seen, actor), actor
 
 
 def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:
@@ -224,7 +237,7 @@ def check_disk(folder: Path, parameters: int, copies: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
-            f"run_dir: {folder} has {free / 1e9:.1f} GB free and {copies} checkpoint(s) need {needed / 1e9:.1f} GB; "
+            f"run_dir: {folder} has {size(free)} free and {plural(copies, 'checkpoint')} need {size(needed)}; "
             "free space, choose another run_dir, or raise save_steps"
         )
 

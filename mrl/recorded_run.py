@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +15,18 @@ from mrl.config import OrchestratorConfig
 from mrl.errors import StoreError
 from mrl.interrupts import interrupts
 from mrl.models import pin_model
+from mrl.report import first_and_last_reward, shown_completion
 from mrl.resume import ResumePoint, check_same_run, check_same_tasks, find_resume_point, record_options
+from mrl.run_watch import RunWatch, find_troubles
 from mrl.store.checkpoints import remove_leftovers
 from mrl.store.run import RunStore
 from mrl.tracking import RunInfo, TrackerSet
-from mrl.tracking.base import Status
+from mrl.tracking.base import WARNING, Status
 from mrl.types import Group
+from mrl.units import duration, plural
 
 
-@dataclass
+@dataclass(repr=False)
 class RunResult:
     """What a run came to."""
 
@@ -35,6 +39,32 @@ class RunResult:
     eval_metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation on held-out tasks."""
     seconds: float = 0.0
+    rewards: tuple[float, float] | None = None
+    """Mean reward of the run's first step and of its last; None where there were no rewards."""
+    warnings: list[str] = field(default_factory=list)
+    """What went wrong without ending the run, with the sums over all its steps."""
+
+    def __repr__(self) -> str:
+        """A few lines for people: how it ended, what it learned, where it is, how to go on."""
+        figures = []
+        if self.rewards is not None:
+            figures.append("reward {:.3f} → {:.3f}".format(*self.rewards))
+        elif "train/loss" in self.metrics:
+            figures.append(f"loss {self.metrics['train/loss']:.4f}")
+        if "eval/pass_rate" in self.eval_metrics:
+            figures.append(f"held-out pass rate {self.eval_metrics['eval/pass_rate']:.1%}")
+        run = shlex.quote(str(self.run_dir))
+        following = f"mrl runs show {run}"
+        if self.checkpoint is not None:
+            following = f"mrl sample {run} 'your prompt'" if self.status == "finished" else f"mrl train --resume {run}"
+        lines = [
+            f"{self.status} after {plural(self.steps, 'step')}, {duration(self.seconds)}",
+            *([", ".join(figures)] if figures else []),
+            *(f"warning: {warning}" for warning in self.warnings),
+            f"in {self.run_dir}",
+            f"next: {following}",
+        ]
+        return "RunResult: " + "\n  ".join(lines)
 
 
 class RecordedRun:
@@ -56,20 +86,25 @@ class RecordedRun:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
+        self.watch = RunWatch(config, run_dir, self._warn)
 
     async def run(self) -> RunResult:
         """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
         start = perf_counter()
         self.config.model.model = pin_model(self.config.model.model)
-        await self._prepare()
         self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+        self.trackers.phase("loading data")
+        await self._prepare()
+        self.trackers.phase("loading", self.config.model.model)
         self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
         self.store = self._open_store()
         outcome: Status = "failed"
+        warnings: list[str] = []
         try:
             with interrupts(self._interrupt):
                 await self._train()
             outcome = "finished" if self.step >= self.total_steps else "interrupted"
+            warnings = self._sum_up(outcome)
             self.store.finish(outcome)
         except BaseException as error:
             outcome = "failed"
@@ -90,6 +125,8 @@ class RecordedRun:
             metrics=self.metrics,
             eval_metrics=self.eval_metrics,
             seconds=perf_counter() - start,
+            rewards=first_and_last_reward(self.run_dir),
+            warnings=warnings,
         )
 
     # --- what a subclass does ---------------------------------------------------------------------------------------
@@ -142,11 +179,22 @@ class RecordedRun:
         self.store.event("notice", message, step=self.step)
         self.trackers.note(message)
 
+    def _warn(self, message: str) -> None:
+        self.store.event("warning", message, step=self.step)
+        self.trackers.note(f"{WARNING}{message}")
+
     def _show_completions(self, groups: list[Group]) -> None:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts[: self.config.run.log_completions]:
-            text = rollout.messages[-1]["content"] if rollout.messages else ""
-            self.trackers.note(f"[{rollout.task_id}] reward {rollout.reward}\n{text}")
+            self.trackers.note(f"step {self.step}  {shown_completion(rollout)}")
+
+    def _sum_up(self, outcome: Status) -> list[str]:
+        """Say at the end what went wrong on the way. Returns it, without how the run ended."""
+        self.store.flush()
+        troubles = find_troubles(self.run_dir)
+        if troubles:
+            self._warn(f"{outcome}, but {'; '.join(troubles)}")
+        return troubles
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 

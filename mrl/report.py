@@ -8,6 +8,7 @@ from typing import Any
 
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
+from mrl.types import Rollout
 
 SMOOTHING_STEPS = 10
 SHOWN = (("reward", "reward/mean", "pass rate", "eval/pass_rate"), ("loss", "train/loss", "loss", "eval/loss"))
@@ -45,6 +46,21 @@ def read_curve(run: Path) -> Curve:
         what,
         eval_what,
     )
+
+
+def first_and_last_reward(run: Path) -> tuple[float, float] | None:
+    """Mean rewards of the first step that has one and of the last. Raises StoreError."""
+    with RunReader(run) as reader:
+        rewards = [value for _, value in reader.series(SHOWN[0][1])]
+    return (rewards[0], rewards[-1]) if rewards else None
+
+
+def shown_completion(rollout: Rollout) -> str:
+    """A rollout as text: task, reward or why there is none, prompt, completion."""
+    scored = f"not scored: {rollout.error}" if rollout.reward is None else f"reward {rollout.reward:g}"
+    prompt, completion = _text(rollout.prompt).strip(), _text(rollout.completion).strip()
+    cut = "  (cut at the token limit)" if rollout.truncated else ""
+    return f"[{rollout.task_id}] {scored}\nprompt: {prompt}\ncompletion{cut}: {completion}"
 
 
 def write_png(run: Path) -> Path | None:

@@ -25,6 +25,7 @@ from mrl.store.migrate import migrate
 from mrl.store.read import RunReader, Split
 from mrl.store.rows import jsonable
 from mrl.store.schema import check_version
+from mrl.units import size
 
 LAST_STEPS = 10
 """A single step's reward says little: runs are compared by the mean of so many."""
@@ -76,7 +77,7 @@ def _list(argv: list[str]) -> int:
 def _listed(run: RunSummary) -> list[str]:
     best = "–" if run.best_eval is None else f"{run.best_eval:.3f} (step {run.best_eval_step})"
     age = "–" if run.created is None else _duration(time.time() - run.created)
-    return [run.name, run.status, str(run.steps), _number(run.reward), best, age, _bytes(run.bytes)]
+    return [run.name, run.status, str(run.steps), _number(run.reward), best, age, size(run.bytes)]
 
 
 def _show(argv: list[str]) -> int:
@@ -99,7 +100,7 @@ def _show(argv: list[str]) -> int:
     if given.get("json"):
         _print_json({**facts, "metrics": metrics, "evals": evals, "events": events, "config": config})
         return 0
-    facts |= {"size": _bytes(facts.pop("bytes")), "rollouts": _per_split(counts), "failed_rollouts": _per_split(failed)}
+    facts |= {"size": size(facts.pop("bytes")), "rollouts": _per_split(counts), "failed_rollouts": _per_split(failed)}
     for name in ("created", "ended"):
         facts[name] = facts[name] and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts[name]))
     _print_pairs({name: value for name, value in facts.items() if value not in (None, [])})
@@ -108,9 +109,13 @@ def _show(argv: list[str]) -> int:
     for row in evals:
         print(f"\nevaluation after step {row.pop('step')}")
         _print_pairs({f"  {name}": _number(value) for name, value in row.items()})
-    print("\nlast events")
-    for event in events[-10:]:
-        print(f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))} {event['kind']}: {event['message']}")
+    warnings = [event for event in events if event["kind"] == "warning"]
+    others = [event for event in events if event["kind"] != "warning"]
+    for title, shown in (("warnings", warnings), ("last events", others[-10:])):
+        if shown:
+            print(f"\n{title}")
+        for event in shown:
+            print(f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))} {event['kind']}: {event['message']}")
     print(f"\nconfiguration: {folder / 'config.yaml'}")
     return 0
 
@@ -258,7 +263,7 @@ def _delete(argv: list[str]) -> int:
     if not given.get("yes"):
         if not sys.stdin.isatty():
             raise ConfigError("mrl runs delete: nobody to ask; give --yes to delete without asking")
-        _say(f"{folder}: {summary.status}, {summary.steps} steps, {_bytes(summary.bytes)}, checkpoints included")
+        _say(f"{folder}: {summary.status}, {summary.steps} steps, {size(summary.bytes)}, checkpoints included")
         if input("delete it? [y/N] ").strip().lower() not in ("y", "yes"):
             _say("kept")
             return 1
@@ -271,7 +276,7 @@ def _delete(argv: list[str]) -> int:
     if given.get("json"):
         _print_json({"deleted": str(folder), "bytes": summary.bytes})
     else:
-        _say(f"deleted {folder} ({_bytes(summary.bytes)})")
+        _say(f"deleted {folder} ({size(summary.bytes)})")
     return 0
 
 
@@ -341,18 +346,10 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else "–" if value is None else str(value)
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
-
-
 def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.flags import argument, parse
+from mrl.units import size
 
 USAGE = """usage: mrl sandbox COMMAND
 
@@ -105,7 +106,7 @@ def _print_verdict(verdict: Any, tests: list[str]) -> None:
         if result.detail and not result.passed:
             print("\n".join(f"      {line}" for line in result.detail.splitlines()))
     seconds = f"{verdict.wall_seconds:.3f} s, {verdict.cpu_seconds:.3f} s of processor"
-    print(f"{seconds}, {verdict.peak_memory_mb:.0f} MB at most")
+    print(f"{seconds}, {size(verdict.peak_memory_mb * 1e6)} at most")
     for name, text in (("stdout", verdict.stdout), ("stderr", verdict.stderr)):
         if text:
             print(f"--- {name}\n{text.rstrip()}")

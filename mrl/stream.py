@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from mrl.config.overlap import OverlapConfig
 from mrl.data import TaskOrder
+from mrl.store.read import DROPPED
 from mrl.store.rows import jsonable
 from mrl.types import Group, Rollout, Sample, Task
 
@@ -309,7 +310,7 @@ class Stream:
             if ticket.work is not None:
                 ticket.work.cancel()
             self.counts["dropped"] += 1
-            why = f"dropped: sampled by weights {behind} versions old (max_staleness: {self.overlap.ahead})"
+            why = f"{DROPPED}sampled by weights {behind} versions old (max_staleness: {self.overlap.ahead})"
             for rollout in (rollout for group in ticket.groups for rollout in group.rollouts):
                 rollout.fail(why)
             self.dropped += ticket.groups

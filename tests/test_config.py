@@ -186,6 +186,7 @@ def test_a_recipe_that_is_not_there() -> None:
         ({"engine": "vllm", "vllm_urls": ["http://a"]}, "vllm_urls has an effect only with engine: vllm-remote"),
         ({"engine": "vllm-remote"}, "needs vllm_urls"),
         ({"engine": "vllm", "vllm_devices": [1], "tensor_parallel_size": 2}, "1 GPUs are not enough for engine 0"),
+        ({"engine": "vllm", "vllm_devices": [1, 1]}, r"2 engine\(s\) share GPU 1.*set gpu_memory_utilization"),
         ({"delta_full_every": 3}, "delta_full_every has an effect only with weight_sync_method: delta"),
         ({"weight_sync_method": "direct", "weight_sync_dir": "x"}, "weight_sync_dir has an effect only with"),
     ],

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mrl import MRLTrainer
 from mrl.cli import COMMANDS
 from mrl.config import flat_fields
+from mrl.store.read import RunReader
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,3 +49,54 @@ def test_commands_and_flags_exist(page: Path) -> None:
         assert command in COMMANDS, command
         for flag in re.findall(r"(?<!\S)--([a-z-]+)", rest.partition("#")[0]):
             assert flag in known, f"mrl {command} --{flag}"
+
+
+METRIC = r"(?:reward|eval|rollout|train|sync|sandbox|time)/(?:\w+/)*\w+"
+
+
+def undocumented(names: set[str]) -> set[str]:
+    """Names that the first column of the table of metrics lacks, where NAME stands for any function's."""
+    rows = re.findall(r"^\|([^|]+)\|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    known = {name for row in rows for name in re.findall(rf"`({METRIC})`", row)}
+    pattern = re.compile("|".join(name.replace("NAME", r"\w+") for name in known))
+    return {name for name in names if not pattern.fullmatch(name)}
+
+
+def test_metrics_named_in_the_code_are_documented() -> None:
+    texts = [path.read_text() for path in (ROOT / "mrl").rglob("*.py")]
+    names = {name for text in texts for name in re.findall(rf"""["']({METRIC})["']""", text)}
+    assert len(names) > 30
+    assert undocumented(names) == set()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1, "soft_punish_cache": 2, "length_penalty": 0.1, "zero_variance_groups": "resample"},
+        {"beta": 0.1, "kl_in": "reward", "top_entropy_quantile": 0.5, "async_mode": "queue"},
+        pytest.param({"mode": "simple", "algorithm": "grpo"}, marks=pytest.mark.slow),
+    ],
+    ids=["shaped", "queue", "simple"],
+)
+def test_metrics_of_real_runs_are_documented(options: dict[str, Any], tiny_model: str, tmp_path: Path) -> None:
+    def distinct(completions: list[str], **_: Any) -> list[float]:
+        return [len(set(text)) / 8 for text in completions]
+
+    tasks = [{"prompt": f"say {i}", "testcases": ["assert f(1) == 1"]} for i in range(4)]
+    sizes: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "num_generations": 4, "max_completion_length": 8}
+    MRLTrainer(
+        model=tiny_model,
+        device="cpu",
+        train_dataset=tasks,
+        eval_dataset=tasks[:2],
+        reward_funcs=[distinct, "sandbox"],
+        sandbox="process",
+        run_dir=str(tmp_path / "r"),
+        report_to=[],
+        **sizes,
+        **options,
+    ).train()
+    with RunReader(tmp_path / "r") as reader:
+        names = {*reader.metric_names(), *reader.metric_names("eval")}
+    assert {"reward/distinct/mean", "sandbox/passed", "eval/failed_fraction", "time/eval", "train/loss"} <= names
+    assert {name for name in undocumented(names) if not name.startswith("trl/")} == set()

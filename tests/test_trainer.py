@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import yaml
 from mrl import MRLTrainer
 from mrl.errors import ConfigError, DataError, RewardError, TrainingError
 from mrl.recorded_run import RunResult
+from mrl.runs_cli import runs
 from mrl.store.run import newest_checkpoint, read_rows
 
 TASKS = [{"prompt": f"say {i}", "want": "a"} for i in range(10)]
@@ -225,11 +227,19 @@ def test_two_rewards_are_averaged_and_logged_by_name(tiny_model: str, tmp_path: 
     assert "reward/length/mean" in metrics_of(tmp_path / "r")[0]
 
 
-def test_a_rollout_that_cannot_be_scored_is_left_out_and_kept(tiny_model: str, tmp_path: Path) -> None:
+def test_a_rollout_that_cannot_be_scored_is_left_out_kept_and_told(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def sometimes(completions: list[str], **_: Any) -> list[float]:
         return [float("nan") if i % 4 == 1 else 1.0 for i in range(len(completions))]
 
-    run(tiny_model, tmp_path / "r", reward_funcs=sometimes, max_steps=1)
+    result = run(tiny_model, tmp_path / "r", reward_funcs=sometimes, max_steps=1, report_to=["console"])
+    cause = "could not be scored{}: sometimes gave nan, not a finite number"
+    assert result.warnings[0] == f"4 of 16 rollouts {cause.format('')}"
+    said = capsys.readouterr().err
+    assert f"warning: step 1: 4 of 16 rollouts {cause.format(' and are left out')}" in said
+    assert f"warning: finished, but 4 of 16 rollouts {cause.format('')}" in said
+    assert "step 1/1  reward 1.000  pass 100%  failed 25%" in said
     rows = list(read_rows(tmp_path / "r", "rollouts"))
     failed = [row for row in rows if row["status"] == "failed"]
     assert len(failed) == 4
@@ -246,6 +256,87 @@ def test_too_many_failures_stop_the_run_with_the_causes_counted(tiny_model: str,
         run(tiny_model, tmp_path / "r", reward_funcs=broken)
     assert len(list(read_rows(tmp_path / "r", "rollouts"))) == 16  # nothing is lost
     assert any(event["kind"] == "error" for event in read_rows(tmp_path / "r", "events"))
+
+
+def test_rewards_that_fail_row_by_row_are_one_cause(tiny_model: str, tmp_path: Path) -> None:
+    def text(completions: list[str], **_: Any) -> list[Any]:
+        return [f"{i} points" for i in range(len(completions))]
+
+    with pytest.raises(TrainingError) as raised:
+        run(tiny_model, tmp_path / "r", reward_funcs=text)
+    assert str(raised.value).splitlines()[1:] == ["  16 x text gave …, not a finite number"]
+
+
+def zero(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def raising(completions: list[str], **_: Any) -> list[float]:
+    raise ValueError(f"no answer in {completions[0]!r}")
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "warned", "summed"),
+    [
+        (
+            {"reward_funcs": zero, "max_steps": 6},
+            "reward 0.000  pass 0%  groups alike for 6 steps",
+            "warning: step 5: every reward was 0 in the last 5 steps",
+            "every reward was 0 in all 6 steps",
+        ),
+        (
+            {"reward_funcs": raising, "max_failed_fraction": 1.0},
+            "step 3/3  failed 100%",
+            "warning: step 1: none of the 16 rollouts could be scored, so that nothing is learned: "
+            "raising raised ValueError",
+            "40 of 40 rollouts could not be scored: raising raised ValueError: no answer in …",
+        ),
+        (
+            {"max_completion_length": 1, "log_completions": 1},
+            "truncated 100%",
+            "completions were cut after 1 tokens (max_tokens)",
+            "completions were cut at the token limit",
+        ),
+    ],
+)
+def test_trouble_that_ends_no_run_is_shown_warned_of_and_summed_up(
+    options: dict[str, Any],
+    shown: str,
+    warned: str,
+    summed: str,
+    tiny_model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = run(tiny_model, tmp_path / "r", report_to=["console"], **options)
+    said = capsys.readouterr().err
+    assert shown in said.splitlines()[-1]
+    assert warned in said
+    assert any(summed in warning for warning in result.warnings)
+    assert any(summed in line for line in said.splitlines() if line.startswith("warning: finished, but "))
+    assert "no group" not in said
+    events = [event["message"] for event in read_rows(tmp_path / "r", "events") if event["kind"] == "warning"]
+    assert events[-1].startswith("finished, but ")
+    assert len(events) < 8
+    runs(["show", str(tmp_path / "r")])
+    listed = capsys.readouterr().out.partition("\nwarnings\n")[2]
+    assert all(message in listed for message in events)
+    if "log_completions" in options:
+        lines = said.splitlines()
+        at = next(place for place, line in enumerate(lines) if re.match(r"step 3  \[\w+\] reward [\d.]+$", line))
+        assert re.match(r"prompt: say \d$", lines[at + 1])
+        assert lines[at + 2].startswith("completion  (cut at the token limit): ")
+
+
+def test_a_result_is_readable(tiny_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    result = run(tiny_model, folder, reward_funcs=distinct, eval_dataset=TASKS[:2], max_steps=2)
+    lines = repr(result).splitlines()
+    first, last = (metrics_of(folder)[step]["reward/mean"] for step in (0, -1))
+    assert re.fullmatch(r"RunResult: finished after 2 steps, \d+ s", lines[0])
+    assert lines[1].startswith(f"  reward {first:.3f} → {last:.3f}, held-out pass rate ")
+    assert lines[-2:] == [f"  in {folder}", f"  next: mrl sample '{folder}' 'your prompt'"]
+    assert len(lines) <= 6
 
 
 def test_a_reward_of_the_wrong_length_stops_the_run_and_keeps_the_rollouts(tiny_model: str, tmp_path: Path) -> None:
@@ -300,7 +391,7 @@ def test_no_disk_space_is_found_before_training(
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"0\.0 GB free.*choose another run_dir"):
+    with pytest.raises(ConfigError, match=r"has 0 B free and 2 checkpoints need \d+\.\d kB; .*choose another run_dir"):
         run(tiny_model, tmp_path / "r")
 
 

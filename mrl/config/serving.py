@@ -24,10 +24,11 @@ class ServingConfig(Section):
     tensor_parallel_size: int = Field(1, ge=1)
     """Devices each engine splits the model over."""
     vllm_devices: list[int] = Field(default_factory=list)
-    """Numbers of the GPUs for the engines, `tensor_parallel_size` for each in turn, so that they do not share the
-    actor's; empty = the first ones."""
+    """Numbers of the GPUs for the engines, `tensor_parallel_size` for each in turn, counted among those of
+    CUDA_VISIBLE_DEVICES where it is set; empty = those that the actor does not use."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Fraction of a GPU's memory an engine may take, weights included; None = vLLM's own."""
+    """Fraction of a GPU's memory an engine may take, weights included; None = vLLM's own, almost all. Needed where
+    engines share a GPU with each other or with the actor."""
     vllm_kv_cache_gb: float | None = Field(None, gt=0)
     """GiB for keys and values; None = what `gpu_memory_utilization` leaves on a GPU, 1 on CPU."""
     vllm_enforce_eager: bool | None = None

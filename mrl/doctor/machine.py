@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.units import size
+
 
 @dataclass(slots=True)
 class Machine:
@@ -42,7 +44,7 @@ def gpus() -> tuple[list[str], str | None]:
     found = []
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index} {device.name}, {device.total_memory / 1e9:.0f} GB")
+        found.append(f"cuda:{index} {device.name}, {size(device.total_memory)}")
     if torch.backends.mps.is_available():
         found.append("mps")
     return found, None

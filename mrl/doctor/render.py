@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mrl.doctor.report import Report
+from mrl.units import size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +21,7 @@ def render(report: Report, console: Console | None = None) -> None:
     machine = report.machine
     console.print(f"[bold]Python[/] {escape(machine.python)} on {escape(machine.os)}")
     console.print(
-        f"{machine.cores} cores, {_gigabytes(machine.memory)} memory, {_gigabytes(machine.disk_free)} free disk here, "
+        f"{machine.cores} cores, {_size(machine.memory)} memory, {_size(machine.disk_free)} free disk here, "
         + (escape("; ".join(report.gpus)) if report.gpus else "no GPU")
     )
     console.print(_packages(report))
@@ -58,5 +59,5 @@ def _checks(report: Report) -> Table:
     return table
 
 
-def _gigabytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 1e9:.1f} GB"
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else size(count)

@@ -16,11 +16,12 @@ class Engine(Protocol):
     """Implemented by one file per technology in this package.
 
     One that needs something of the machine may have a static method `check(**options)`, which raises ConfigError before
-    a run begins; `create` gets the same options.
+    a run begins; `create` gets the same options. One that counts what it samples may have `async sampled_tokens()`, the
+    tokens since it was made; they are shown while a step waits for them.
     """
 
-    version: int
-    """The policy version now active."""
+    version: int | None
+    """The policy version now active; None while it has no weights to serve."""
 
     @classmethod
     def create(cls, config: ModelConfig, module: nn.Module | None = None) -> Self:

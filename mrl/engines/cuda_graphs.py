@@ -20,7 +20,7 @@ class CudaGraphs:
         """Call it on the stream that records: workspaces of libraries are made per stream."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             output = run()
         current.wait_stream(self.stream)
         output.record_stream(current)
@@ -28,13 +28,14 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture it; the result's tensor is the same at every replay. Raises RuntimeError when CUDA refuses."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        try:
-            # Other threads (the actor's, another engine's) may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                output = run()
-        finally:
-            torch.cuda.set_stream(current)  # a capture that fails as it ends leaves the thread on its own stream
+        with torch.cuda.device(self.device):  # a capture begins by waiting for the current device, which is another
+            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+            try:
+                # Other threads (the actor's, another engine's) may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    output = run()
+            finally:
+                torch.cuda.set_stream(current)  # a capture that fails as it ends leaves the thread on its own stream
 
         def replay() -> Tensor:
             graph.replay()

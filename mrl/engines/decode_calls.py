@@ -50,6 +50,8 @@ class DecodeThread:
 
     def __init__(self, decode: Decode, jobs_of: Callable[[Call], list[Job]], *, continuous: bool) -> None:
         self._decode, self._jobs_of, self._continuous = decode, jobs_of, continuous
+        self.sampled = 0
+        """Tokens so far: the decoding counts them."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-engine")
         self._lock = threading.Lock()
         self._waiting: deque[Call | _Errand] = deque()

@@ -152,6 +152,10 @@ class TransformersEngine:
         except EngineError as error:
             raise SyncError(f"weights of version {ref.version} could not be loaded: {error}") from error
 
+    async def sampled_tokens(self) -> int:
+        """Tokens sampled so far; while a batch decodes on an accelerator, a few more than its completions will have."""
+        return self._thread.sampled
+
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors by their Hugging Face names, tied ones under each name. EngineError with a PEFT adapter,
         whose merged tensors exist nowhere."""

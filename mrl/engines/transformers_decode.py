@@ -132,6 +132,7 @@ class _Batch:
             if not self.running:
                 return []
             self.take_token()
+            self.calls.sampled += self.running
             if (self.clock + 1) % self.steps_per_check == 0:
                 self.collect()
                 self.drop_finished()

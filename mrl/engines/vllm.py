@@ -8,6 +8,7 @@ two tokens of whatever is being generated.
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mrl.engines.requests import check_request, check_sequence, end_ids, sampling_fields, versions_per_token
 from mrl.engines.vllm_client import VLLMProcess
+from mrl.engines.vllm_devices import visible
 from mrl.errors import ConfigError, EngineError, SyncError
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
@@ -45,7 +47,7 @@ class VLLMEngine:
         self._sync_seconds: float = start["sync_timeout"]
         self._end_ids = end_ids(config)
         self._run(model, version)
-        self.version = version
+        self.version: int | None = version
         self._held: str | None = None
 
     @classmethod
@@ -95,11 +97,13 @@ class VLLMEngine:
             "seed": 0,
             **(vllm_args or {}),
         }
-        device = ",".join(map(str, vllm_devices or [])) or config.device.partition(":")[2]
+        named = config.device.partition(":")[2]
+        devices = vllm_devices or (list(range(int(named), int(named) + tensor_parallel_size)) if named else [])
+        environment = {"CUDA_VISIBLE_DEVICES": visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))}
         start = {
             "settings": settings,
             "python": vllm_python,
-            "env": {"CUDA_VISIBLE_DEVICES": device} if device else {},
+            "env": environment if devices else {},
             "start_timeout": vllm_start_timeout,
             "stall_timeout": vllm_stall_timeout,
             "sync_timeout": sync_timeout,
@@ -124,6 +128,9 @@ class VLLMEngine:
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Sample one completion per request, in the order of the requests. Raises EngineError, naming the request."""
+        version = self.version
+        if version is None:
+            raise EngineError("this engine has no weights, for it slept at level 2: load weights first")
         for request in requests:
             check_request(request, self._max_model_len, self._vocab_size)
         messages = [
@@ -142,7 +149,7 @@ class VLLMEngine:
                 token_ids=answer["token_ids"],
                 logprobs=answer["logprobs"],
                 finish_reason=answer["finish_reason"],
-                policy_version=versions_per_token(answer["versions"], len(answer["token_ids"]), self.version),
+                policy_version=versions_per_token(answer["versions"], len(answer["token_ids"]), version),
             )
             for request, answer in zip(requests, answers, strict=True)
         ]
@@ -171,18 +178,24 @@ class VLLMEngine:
         await self._one("abort", list(request_ids))
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the device's memory: keys and values, and weights to the host (1) or altogether (2). EngineError where
-        vLLM cannot (it cannot on CPU)."""
+        """Free the device's memory: keys and values, and weights to the host (1) or altogether (2): then `version` is
+        None. What is in flight is aborted. EngineError where vLLM cannot (it cannot on CPU)."""
         await self._one("sleep", level)
+        if level == 2:
+            self.version = self._held = None
 
     async def wake(self) -> None:
-        """Take the memory back. After level 2, load weights before generating."""
+        """Take the memory back. After level 2, generating is refused until weights were loaded."""
         await self._one("wake")
 
     async def health(self) -> dict[str, Any]:
         """Version, requests in flight, whether it is paused, what is wrong, prompt tokens and how many came from the
         cache, seconds vLLM took to load the last weights. Raises EngineDied."""
         return dict(await self._one("health"))
+
+    async def sampled_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return int((await self._one("pulse"))["moves"])
 
     def load_weights(self, ref: WeightRef) -> int:
         """Make `ref` the active policy and return its version. Raises SyncError.
@@ -197,7 +210,7 @@ class VLLMEngine:
         else:
             self._held = self._update(ref)
         self.version = ref.version
-        return self.version
+        return ref.version
 
     def held(self) -> str | None:
         """Checksum of the tensors that vLLM was given last, as its processes computed it; None where the weights came

@@ -4,24 +4,26 @@ What the server has to be started with is checked when the engine is made, and s
 
 - always `--logprobs-mode processed_logprobs`, so that logprobs are those of the distribution drawn from;
 - to train an adapter: `--enable-lora`, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment;
-- to train all weights: VLLM_SERVER_DEV_MODE=1, and mrl's worker extension (see `vllm_process/extension.py`).
+- to train all weights: VLLM_SERVER_DEV_MODE=1, mrl's worker extension (see `vllm_process/extension.py`), and
+  `--enable-scale-out`, whose answers tell which weights each token is from.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
-from mrl.engines.requests import check_request, check_sequence, end_ids, sampling_fields
+from mrl.engines.requests import check_request, check_sequence, end_ids, sampling_fields, versions_per_token
+from mrl.engines.vllm_adapter import ServedAdapter
 from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.sync.checksum import checksum
 from mrl.sync.tensors import open_folder
-from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
+from mrl.types import Completion, FinishReason, GenerateRequest, TokenSequence, WeightRef
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 _CAPACITY = 256
 _PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Said in each request, because a server takes a model's own generation settings for what is left out."""
+_TOKEN_ROUTE = "/inference/v1/generate"
+_Tokens = tuple[list[int], list[float], FinishReason, int | list[int]]
+"""Ids, logprobs, why they ended, and the version of all or of each."""
 
 
 class RemoteVLLMEngine:
@@ -50,7 +55,7 @@ class RemoteVLLMEngine:
         self._end_ids = end_ids(config)
         self.version = 0
         self._held: str | None = None
-        self._adapter: str | None = None
+        self._adapter: ServedAdapter | None = None
         served = {model["id"]: model for model in self._call("GET", "/v1/models")["data"]}
         if name is not None and name not in served:
             raise EngineError(f"vllm_model_name: {self._url} serves {', '.join(served)}, not {name!r}")
@@ -60,6 +65,11 @@ class RemoteVLLMEngine:
         self._vocab_size: int | None = None
         self._check_logprobs()
         self._extended = self._set_up()
+        self._tells_versions = self._extended and self._has_token_route()
+        self._versions: dict[str, int] = {}
+        """By what the server calls its weights: the run's version. Another run's numbers may be the same."""
+        if self._tells_versions:
+            self._versions[self._call("GET", "/weight_info")["weight_version"]] = 0
 
     @classmethod
     def create(
@@ -118,7 +128,7 @@ class RemoteVLLMEngine:
     async def health(self) -> dict[str, Any]:
         """Raises EngineDied when the server does not answer."""
         await asyncio.to_thread(self._call, "GET", "/health")
-        return {"url": self._url, "model": self._adapter or self._name}
+        return {"url": self._url, "model": self._adapter.name if self._adapter else self._name}
 
     def load_weights(self, ref: WeightRef) -> int:
         """Make `ref` the active policy and return its version. Raises SyncError saying what the server lacks."""
@@ -146,29 +156,43 @@ class RemoteVLLMEngine:
         raise EngineError("a server's tensors cannot be shown")
 
     def close(self) -> None:
-        """Forget the server, which goes on. Calling it twice is allowed."""
+        """Forget the server, which goes on with what it was given last. Calling it twice is allowed."""
         self._clients.clear()
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: GenerateRequest) -> Completion:
-        version = self.version
-        body = {
-            **sampling_fields(request, self._end_ids, self._max_model_len),
-            "prompt": list(request.prompt_ids),
-            "seed": request.seed,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "include_stop_str_in_output": True,
-        }
-        choice = (await self._complete(body))["choices"][0]
-        token_ids = choice["token_ids"]
-        logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+        sampling = sampling_fields(request, self._end_ids, self._max_model_len)
+        sampling |= {"seed": request.seed, "logprobs": 0, "include_stop_str_in_output": True}
+        ask = self._tokens_and_versions if self._tells_versions and self._adapter is None else self._tokens
+        token_ids, logprobs, reason, version = await ask(list(request.prompt_ids), sampling)
         if len(logprobs) != len(token_ids):
             raise EngineError(f"{self._url} gave {len(logprobs)} logprobs for {len(token_ids)} tokens")
         if request.sampling.temperature == 0:
             logprobs = [0.0] * len(token_ids)
-        return Completion(request.id, token_ids, logprobs, choice["finish_reason"], version)
+        return Completion(request.id, token_ids, logprobs, reason, version)
+
+    async def _tokens(self, prompt_ids: list[int], sampling: dict[str, Any]) -> _Tokens:
+        """All from the same weights: an adapter's, which a request keeps to its end, or those that nothing changes."""
+        answer, version = await self._complete({**sampling, "prompt": prompt_ids, "return_token_ids": True})
+        choice = answer["choices"][0]
+        logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+        return choice["token_ids"], logprobs, choice["finish_reason"], version
+
+    async def _tokens_and_versions(self, prompt_ids: list[int], sampling: dict[str, Any]) -> _Tokens:
+        """From weights that may change between two tokens: the answer says where."""
+        sampling = {**_PLAIN, **sampling, "detokenize": "stop" in sampling}
+        body = {"model": self._name, "token_ids": prompt_ids, "sampling_params": sampling}
+        choice = (await self._post(_TOKEN_ROUTE, body))["choices"][0]
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]] if choice["logprobs"] else []
+        spans = [[self._version_of(span["version"]), span["start"]] for span in choice["weight_versions"] or []]
+        version = versions_per_token(spans, len(choice["token_ids"]), self.version)
+        return choice["token_ids"], logprobs, choice["finish_reason"], version
+
+    def _version_of(self, name: str) -> int:
+        if name not in self._versions:
+            raise EngineError(f"{self._url} serves weights that this run did not send it (it calls them {name!r})")
+        return self._versions[name]
 
     async def _score(self, sequence: TokenSequence) -> list[float]:
         if not sequence.completion_ids:
@@ -188,14 +212,28 @@ class RemoteVLLMEngine:
         }
         if before:
             body["prompt_logprobs"] = 0
-        choice = (await self._complete(body))["choices"][0]
+        answer, _ = await self._complete(body)
+        choice = answer["choices"][0]
         known = [
             choice["prompt_logprobs"][at][str(ids[at])]["logprob"] for at in range(len(sequence.prompt_ids), len(ids))
         ]
         return [*known, choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]]
 
-    async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._post("/v1/completions", {"model": self._adapter or self._name, **_PLAIN, **body})
+    async def _complete(self, body: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The answer, and the version that gave all of it."""
+        while True:
+            adapter = self._adapter
+            if adapter is None:
+                return await self._post("/v1/completions", {"model": self._name, **_PLAIN, **body}), self.version
+            try:
+                with adapter.used():
+                    return await self._post(
+                        "/v1/completions", {"model": adapter.name, **_PLAIN, **body}
+                    ), adapter.version
+            except _NotFound:
+                if adapter is self._adapter:
+                    raise
+                # A newer adapter took its place before the request arrived.
 
     # --- set-up and weights -----------------------------------------------------------------------------------------
 
@@ -217,43 +255,68 @@ class RemoteVLLMEngine:
             return False
         return True
 
+    def _has_token_route(self) -> bool:
+        """Whether the server has the route whose answers tell versions; one without it forbids what is sent there."""
+        try:
+            self._call("POST", _TOKEN_ROUTE, {"token_ids": [0], "sampling_params": {"max_tokens": 1}})
+        except EngineDied:
+            raise
+        except EngineError:
+            return False
+        return True
+
     def _load_adapter(self, ref: WeightRef) -> str:
-        """Under a name of its own for each version: what the server cached for another name is never used for it."""
+        """Under a name of its own each time: what the server cached for another name is never used for it."""
         assert ref.path is not None
         with open_folder(ref.path) as tensors:
             found = checksum(tensors)
-        name = f"mrl-{Path(ref.path).parent.name}-v{ref.version}"
+        adapter = ServedAdapter(ref)
         try:
-            self._call(
-                "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": ref.path, "load_inplace": True}
-            )
+            self._give(adapter)
+        except (EngineError, SyncError):
+            adapter.replaced()
+            raise
+        before, self._adapter = self._adapter, adapter
+        if before is not None:
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": before.name})
+            before.replaced()
+        return found
+
+    def _give(self, adapter: ServedAdapter) -> None:
+        try:
+            self._call("POST", "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
         except _NotFound:
             raise SyncError(
                 f"{self._url} takes no adapters while it runs: start it with --enable-lora --max-lora-rank R and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
             ) from None
         listed = {model["id"]: model.get("root") for model in self._call("GET", "/v1/models")["data"]}
-        if listed.get(name) != ref.path:
-            raise SyncError(f"{self._url} does not list the adapter {name} of {ref.path} after loading it")
-        before, self._adapter = self._adapter, name
-        if before is not None and before != name:
-            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": before})
-        return found
+        if listed.get(adapter.name) != str(adapter.folder):
+            raise SyncError(
+                f"{self._url} does not list the adapter {adapter.name} of {adapter.folder} after loading it"
+            )
 
     def _load_tensors(self, ref: WeightRef) -> str | None:
         if not self._extended:
             raise SyncError(
                 f"{self._url} takes no weights while it runs: start it with VLLM_SERVER_DEV_MODE=1 in its environment, "
-                "--worker-extension-cls mrl.engines.vllm_process.extension.WorkerExtension and "
+                "--enable-scale-out, --worker-extension-cls mrl.engines.vllm_process.extension.WorkerExtension and "
                 """--weight-transfer-config '{"backend": "mrl"}' (docs/vllm.md), or train an adapter"""
             )
+        if not self._tells_versions:
+            raise SyncError(
+                f"{self._url} does not tell which weights a token is from, and an update may come between two tokens: "
+                "start it with --enable-scale-out too (docs/vllm.md)"
+            )
+        name = f"{uuid.uuid4().hex}:{ref.version}"
+        self._versions[name] = ref.version  # known before the first of its tokens comes
         self._call("POST", "/pause?mode=keep", {})
         whole = False
         try:
             self._call("POST", "/start_weight_update", {})
             update = {"path": ref.path, "checksum": ref.checksum}
             self._call("POST", "/update_weights", {"update_info": update})
-            self._call("POST", "/finish_weight_update", {"weight_version": str(ref.version)})
+            self._call("POST", "/finish_weight_update", {"weight_version": name})
         finally:
             workers = self._call("POST", "/collective_rpc", {"method": "mrl_held"})["results"]
             whole = all(worker["whole"] for worker in workers)

@@ -98,7 +98,7 @@ class CodeReward:
         for row, verdict in verdicts.items():
             scores.values[row] = _value(verdict, self.partial)
             if not verdict.judged:
-                scores.errors[row] = f"{self.name}: row {row} could not be judged: {verdict.detail}"
+                scores.errors[row] = f"{self.name} could not judge it: {verdict.detail}"
         if verdicts:
             counts = [verdict.status for verdict in verdicts.values()]
             scores.metrics = {f"sandbox/{s}": [counts.count(s) / len(counts)] for s in get_args(Status)}

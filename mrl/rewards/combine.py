@@ -68,7 +68,7 @@ async def _score_one(reward: Reward, requests: list[RewardRequest], state: Any, 
     for row, value in enumerate(scores.values):
         if value is not None and not math.isfinite(value):
             scores.values[row] = None
-            scores.errors.setdefault(row, f"{reward.name}: row {row} is {value}, not a finite number")
+            scores.errors.setdefault(row, f"{reward.name} gave {value}, not a finite number")
     return scores
 
 
@@ -80,12 +80,12 @@ def _combine(row: int, scores: dict[str, Scores], weights: Sequence[float] | Non
         return result
     parts = [(v, weights[k] if weights else 1.0) for k, v in enumerate(result.rewards.values()) if v is not None]
     if not parts:
-        result.error = f"no reward function scored row {row} ({', '.join(scores)} returned None)"
+        result.error = f"no reward function scored it ({', '.join(scores)} returned None)"
         return result
     total = sum(value * weight for value, weight in parts)
     result.reward = total if weights else total / len(parts)
     if not math.isfinite(result.reward):
-        result.reward, result.error = None, f"row {row}: the rewards add up to {result.reward}"
+        result.reward, result.error = None, f"the rewards add up to {result.reward}"
     return result
 
 

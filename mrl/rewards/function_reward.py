@@ -138,7 +138,7 @@ def read_values(returned: Any, count: int, name: str) -> tuple[list[float | None
         value = _number(item)
         values.append(value)
         if value is None and item is not None:
-            errors[row] = f"{name}: row {row} is {_short(item)}, not a finite number"
+            errors[row] = f"{name} gave {_short(item)}, not a finite number"
     return values, errors
 
 

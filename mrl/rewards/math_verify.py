@@ -56,16 +56,14 @@ class MathVerifyReward:
         for row, answer in enumerate(await self._pool.ask_all(questions)):
             if isinstance(answer, VerifierFailed) or "error" in answer:
                 reason = str(answer) if isinstance(answer, VerifierFailed) else answer["error"]
-                scores.errors[row] = f"{self.name}: row {row}: {reason}"
+                scores.errors[row] = f"{self.name}: {reason}"
                 parsed.append(None)
                 continue
             verdict = answer["value"]
             parsed.append(verdict["answer"])
             scores.values[row] = verdict["score"]
             if verdict["score"] is None:
-                scores.errors[row] = (
-                    f"{self.name}: row {row}: cannot read the dataset's answer {questions[row]['gold']!r:.80}"
-                )
+                scores.errors[row] = f"{self.name}: cannot read the dataset's answer {questions[row]['gold']!r:.80}"
         scores.extra["math_answer"] = parsed
         return scores
 

@@ -49,7 +49,7 @@ class ReasoningGymReward:
         for row, answer in enumerate(await self._pool.ask_all(questions)):
             if isinstance(answer, VerifierFailed) or "error" in answer:
                 reason = str(answer) if isinstance(answer, VerifierFailed) else answer["error"]
-                scores.errors[row] = f"{self.name}: row {row}: {reason}"
+                scores.errors[row] = f"{self.name}: {reason}"
             else:
                 scores.values[row] = answer["value"]
         return scores

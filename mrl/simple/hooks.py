@@ -37,6 +37,7 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
 
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             recorder.evaluating = True
+            recorder.begin("evaluating")
             try:
                 return super().evaluate(*args, **kwargs)
             finally:
@@ -53,6 +54,7 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
 
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             start = perf_counter()
+            recorder.begin("generating")
             try:
                 return super()._generate(*args, **kwargs)
             finally:
@@ -67,6 +69,7 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
     class Pairs(Saved):
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             start = perf_counter()
+            recorder.begin("generating")
             generated = super()._generate(*args, **kwargs)
             recorder.generated(perf_counter() - start)
             self.mrl_generated = generated[:4]

@@ -60,6 +60,7 @@ class Recorder(TrainerCallback):
         self.eval_metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
         self.evaluating = False
+        self.phase = ""
         self.step, self.epoch = 0, 0.0
         self.epochs_done = 0
         """Before a resumed run goes on."""
@@ -73,6 +74,7 @@ class Recorder(TrainerCallback):
     def reward(self, completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
         """TRL's reward function: mrl's rewards, joined as mrl joins them. `None` = could not be scored."""
         start = perf_counter()
+        self.begin("scoring")
         numbers = columns[TASK]
         attempts: dict[int, int] = {}
         rollouts = []
@@ -103,6 +105,13 @@ class Recorder(TrainerCallback):
         """The same batch's values of one reward function."""
         return [None if r.reward is None else list(r.rewards.values())[index] for r in self.batch]
 
+    def begin(self, phase: str) -> None:
+        """What the trainer is doing now, for those who watch."""
+        phase = "evaluating" if self.evaluating else phase
+        if phase != self.phase:
+            self.phase = phase
+            self.emit({"kind": "phase", "step": self.step, "name": phase})
+
     def generated(self, seconds: float) -> None:
         """The trainer sampled for so long."""
         self._add_seconds("generate", seconds)
@@ -116,6 +125,7 @@ class Recorder(TrainerCallback):
                 rollout.advantage = advantages[row]
         if not self.evaluating:
             self._check_rewards()
+        self.begin("training")
 
     # --- what transformers calls ----------------------------------------------------------------------------------
 
@@ -125,6 +135,8 @@ class Recorder(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.step, self.epoch = state.global_step // self.updates + 1, float(state.epoch or 0.0)
+        if not self.spec.online:
+            self.begin("training")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.updates:  # the same rollouts are trained on again

@@ -158,11 +158,15 @@ class SimpleRun(RecordedRun):
             self.step, self.metrics = step, record["metrics"]
             self.store.write_step(step, self.metrics, record["groups"])
             self.trackers.log(step, self.metrics)
+            self.watch.look(step, record["groups"])
             self._show_completions(record["groups"])
         elif kind == "eval":
             self.eval_metrics = record["metrics"]
             self.store.write_eval(step, self.eval_metrics, record["groups"])
             self.trackers.log(step, self.eval_metrics)
+            self.watch.look_at_evaluation(step, record["groups"])
+        elif kind == "phase":
+            self.trackers.phase(record["name"])
         elif kind == "checkpoint":
             self.checkpointed = step
             self.store.event("checkpoint", str(self.store.checkpoint_path(step)), step=step)

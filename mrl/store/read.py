@@ -21,6 +21,8 @@ from mrl.store.rows import read_number, read_rollout, read_summary, read_task, s
 from mrl.store.schema import DATABASE, open_reader, version_of
 
 Split = Literal["train", "eval"]
+DROPPED = "dropped: "
+"""What the error of a rollout begins with that was too old to be trained on."""
 CHUNK = 64
 """Rollouts read at a time when all are wanted."""
 COUNT_LIMIT = 10_000
@@ -149,6 +151,32 @@ class RunReader:
             if len(keys) < CHUNK:
                 return
             after = keys[-1]
+
+    def failures(self, split: Split = "train") -> tuple[dict[str, int], int]:
+        """Messages of rollouts that failed, each with their number, and how many rollouts there are in all; without
+        those that were dropped for their age."""
+        sql = (
+            "SELECT coalesce(error, '') AS error, count(*) AS count FROM rollouts "
+            "WHERE status = 'failed' AND step_id % 2 = ? GROUP BY 1 ORDER BY 2 DESC"
+        )
+        found = {row["error"]: row["count"] for row in self._all(sql, (split == "eval",))}
+        dropped = sum(count for error, count in found.items() if error.startswith(DROPPED))
+        errors = {error: count for error, count in found.items() if not error.startswith(DROPPED)}
+        return errors, self.count(Filter(split)) - dropped
+
+    def truncated(self) -> tuple[int, int]:
+        """Of training: completions that hit the token limit, and all that were generated."""
+        sql = (
+            "SELECT coalesce(sum(finish_reason = 'length'), 0), count(finish_reason) FROM rollouts "
+            "WHERE step_id % 2 = 0"
+        )
+        cut, generated = self._all(sql)[0]
+        return cut, generated
+
+    def steps_with_advantage(self) -> set[int]:
+        """Steps in which a rollout had an advantage other than 0."""
+        sql = "SELECT DISTINCT step_id / 2 AS step FROM rollouts WHERE step_id % 2 = 0 AND advantage != 0"
+        return {row["step"] for row in self._all(sql)}
 
     # --- tasks and events -------------------------------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ from typing import Any, Literal, Protocol
 
 Status = Literal["finished", "interrupted", "failed"]
 
+WARNING = "warning: "
+"""What a `note` begins with that tells of trouble."""
+
 
 @dataclass
 class RunInfo:
@@ -34,7 +37,9 @@ class Tracker(Protocol):
     and the run goes on. Optional attributes of the class, for `TrackerSet` and `check_trackers`:
 
     requires: modules it imports, installed by the extra of its name. check: a static method that raises ConfigError
-    when the tracker cannot work here. direct: True = called on the run's own thread (it must never wait).
+    when the tracker cannot work here. direct: True = called on the run's own thread (it must never wait). phase: a
+    method of a direct tracker, told what the run is doing now (`phase("generating", "1,024 tokens")`), before `start`
+    as well.
     """
 
     @property

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections import deque
+from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from mrl.tracking.base import RunInfo, Status
+from mrl.tracking.base import WARNING, RunInfo, Status
+from mrl.tracking.console_state import State
+from mrl.units import duration
 
 LINE_EVERY_SECONDS = 10.0
+PHASE_EVERY_SECONDS = 60.0
+"""A log is told what a step waits for when nothing was printed for so long."""
 
-SMOOTHING = 0.9
-"""Weight of the past in the reward that is shown; the mean of all steps while there are few."""
-
-ETA_STEPS = 50
-"""The time left comes from the speed of so many last steps."""
-
-SHOWN = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("pass", "reward/pass_rate", "{:.0%}"),
-    ("held-out", "eval/pass_rate", "{:.0%}"),
-    ("loss", "train/loss", "{:.4f}"),
-    ("held-out loss", "eval/loss", "{:.4f}"),
-    ("tok/s", "rollout/tokens_per_second", "{:,.0f}"),
-)
+BAR_WIDTH = 40
+"""At most; a bar that leaves no room for anything else is left out."""
+LEAST_BAR = 8
+GAP = "  "
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ConsoleTracker:
@@ -38,114 +36,116 @@ class ConsoleTracker:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self.live = self.console.is_terminal
-        self.progress: Progress | None = None
-        self.state: _State | None = None
+        self.terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live: Live | None = None
+        self.state: State | None = None
         self.printed: tuple[float, str] = (float("-inf"), "")
+        self.waited = time.monotonic()
+        """When a log was last told anything of steps."""
+        self.loading = ""
 
     def start(self, run: RunInfo) -> None:
         facts = ", ".join(f"{name} {value}" for name, value in run.facts.items())
         going_on = f"  going on after step {run.step}" if run.step else ""
         self._print(f"[bold]{escape(run.name)}[/bold]  {escape(facts)}{going_on}", markup=True)
-        self.state = _State(run.step, run.total_steps)
-        if self.live:
-            self.progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[shown]}", markup=False),
-                _TimeLeft(self.state),
-                console=self.console,
-            )
-            self.bar = self.progress.add_task("train", total=run.total_steps, completed=run.step, shown="–")
-            self.progress.start()
+        self.state = State(run.step, run.total_steps)
+        self.waited = time.monotonic()
+        if self.terminal:
+            self.live = Live(_Display(self.state), console=self.console, refresh_per_second=4)
+            self.live.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self.state is None:
             return
         self.state.update(step, metrics)
-        if self.progress:
-            self.progress.update(self.bar, completed=step, shown=self.state.shown())
-        elif time.monotonic() - self.printed[0] >= LINE_EVERY_SECONDS:
+        if self.live is None and time.monotonic() - self.printed[0] >= LINE_EVERY_SECONDS:
             self._line()
 
+    def phase(self, name: str, detail: str = "") -> None:
+        """What the run is doing now, e.g. `generating`, `1,024 tokens`."""
+        if self.state is None:  # before the start there is no step to show it beside
+            if name != self.loading:
+                self.loading = name
+                self._print(f"{name} {detail}".strip())
+            return
+        self.state.phase, self.state.detail = name, detail
+        if self.live is None and name and time.monotonic() - self.waited >= PHASE_EVERY_SECONDS:
+            self.waited = time.monotonic()
+            doing = f"{name} {detail}".strip()
+            self._print(f"step {self.state.step}/{self.state.total}{GAP}{doing}")
+
     def note(self, message: str) -> None:
-        self._print(message)
+        if self.terminal and message.startswith(WARNING):
+            self._print(f"[yellow]{escape(WARNING)}[/yellow]{escape(message.removeprefix(WARNING))}", markup=True)
+        else:
+            self._print(message)
 
     def finish(self, status: Status = "finished") -> None:
-        if self.progress:
-            self.progress.stop()
-            self.progress = None
-        elif self.state and self.state.values and not self.live:
+        if self.state is not None:
+            self.state.phase = self.state.detail = ""
+        if self.live:
+            self.live.stop()
+            self.live = None
+        elif self.state and self.state.values and not self.terminal:
             self._line()
 
     def _line(self) -> None:
         """Where the run is, unless that was the last thing said."""
         assert self.state is not None
-        line = f"step {self.state.step}/{self.state.total}  {self.state.shown()}"
+        line = GAP.join([f"step {self.state.step}/{self.state.total}", *map(str, self.state.figures())])
         if line != self.printed[1]:
             left = self.state.seconds_left()
-            self._print(f"{line}  left {_duration(left)}" if left else line)
-        self.printed = (time.monotonic(), line)
+            self._print(f"{line}{GAP}left {duration(left)}" if left else line)
+        self.waited = time.monotonic()
+        self.printed = (self.waited, line)
 
     def _print(self, text: str, markup: bool = False) -> None:
-        # A log's lines are as long as they are; a message may hold what looks like markup.
-        self.console.print(text, highlight=False, markup=markup, soft_wrap=True)
+        # A log's lines are as long as they are. A message may hold what looks like markup, and what a model said may
+        # hold anything, sequences that move the cursor too.
+        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+        self.console.print(text, highlight=False, markup=markup, soft_wrap=not self.terminal)
 
 
-class _State:
-    """The latest of every figure that is shown, and how fast the run goes."""
+@dataclass(frozen=True)
+class _Display:
+    """Two lines, as wide as the terminal is now: where the run is and what it does; its figures."""
 
-    def __init__(self, step: int, total: int) -> None:
-        self.step = step
-        self.total = total
-        self.values: dict[str, float] = {}
-        self.rewards = 0
-        self.times: deque[tuple[int, float]] = deque([(step, time.monotonic())], maxlen=ETA_STEPS + 1)
+    state: State
 
-    def update(self, step: int, metrics: dict[str, float]) -> None:
-        """Take in a step's metrics, or an evaluation's, which does not count as a step."""
-        smooth = self.values.get("reward/mean")
-        self.values |= metrics
-        if "reward/mean" in metrics and smooth is not None and smooth == smooth:  # a NaN is shown, and then forgotten
-            past = min(SMOOTHING, self.rewards / (self.rewards + 1))
-            self.values["reward/mean"] = past * smooth + (1 - past) * metrics["reward/mean"]
-        self.rewards += "reward/mean" in metrics
-        if step > self.step:
-            self.times.append((step, time.monotonic()))
-        self.step = step
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._progress(options.max_width)
+        figures = self.state.figures()
+        if figures:
+            texts = [str(figure) for figure in figures]
+            kept = fitting(texts, [figure.weight for figure in figures], options.max_width)
+            yield Text(GAP.join(kept), no_wrap=True, overflow="crop")
 
-    def shown(self) -> str:
-        """The figures, in one line."""
-        return "  ".join(
-            f"{label} {form.format(self.values[name])}"
-            for label, name, form in SHOWN
-            if name in self.values and not (name == "train/loss" and "reward/mean" in self.values)
-        )
-
-    def seconds_left(self) -> float | None:
-        """At the speed of the last steps, counting down between two; None when nothing is left, or not known yet."""
-        (first, began), (last, ended) = self.times[0], self.times[-1]
-        if last == first or last >= self.total:
-            return None
-        left = (ended - began) / (last - first) * (self.total - last)
-        return max(left - (time.monotonic() - ended), 0.0)
+    def _progress(self, width: int) -> Table | Text:
+        state, left = self.state, self.state.seconds_left()
+        step = f"step {state.step}/{state.total}"
+        texts = [step, state.phase, state.detail, "" if left is None else f"left {duration(left)}"]
+        kept = fitting(texts, [9, 8, 6, 7], width)
+        used = len(GAP.join(kept))
+        if width - used - len(GAP) < LEAST_BAR:
+            return Text(GAP.join(kept), no_wrap=True, overflow="crop")
+        line = Table.grid(padding=(0, len(GAP), 0, 0))
+        bar = ProgressBar(state.total, state.step, width=min(width - used - len(GAP), BAR_WIDTH))
+        line.add_row(Text(kept[0]), bar, *map(Text, kept[1:]))
+        return line
 
 
-class _TimeLeft(ProgressColumn):
-    """Time left, from the run's own steps: rich's looks back 30 seconds, which may be less than a step."""
+def fitting(texts: list[str], weights: list[int], width: int) -> list[str]:
+    """Those that fit side by side, in their order: the weightiest first, and the first one whatever its width.
 
-    def __init__(self, state: _State) -> None:
-        super().__init__()
-        self.state = state
-
-    def render(self, task: Task) -> Text:
-        left = self.state.seconds_left()
-        return Text("" if left is None else f"left {_duration(left)}", style="progress.remaining")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+    One that does not fit is left out, and so is what weighs less.
+    """
+    kept: set[int] = set()
+    used = -len(GAP)
+    for place in sorted(range(len(texts)), key=lambda place: (place > 0, -weights[place])):
+        if not texts[place]:
+            continue
+        used += len(GAP) + len(texts[place])
+        if used > width and kept:
+            break
+        kept.add(place)
+    return [text for place, text in enumerate(texts) if place in kept]

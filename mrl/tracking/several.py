@@ -66,6 +66,17 @@ class TrackerSet:
         """Pass a message on."""
         self._tell("note", message)
 
+    @property
+    def shows_phases(self) -> bool:
+        """Whether a tracker wants to hear of them."""
+        return any(lane.shows_phases for lane in self._lanes)
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Say what the run is doing now, and how far that is, to those who show it. May come before `start`."""
+        for lane in self._lanes:
+            if lane.shows_phases:
+                lane.phase(name, detail)
+
     def run_ids(self) -> dict[str, str]:
         """Tracker's name to its run's id, for the checkpoint: also of those that failed or are not used this time."""
         found = {lane.name: run_id for lane in self._lanes if (run_id := lane.run_id())}
@@ -104,11 +115,20 @@ class _Direct:
         self._make = make
         self._tracker: Tracker | None = None
         self._failed = False
+        self.shows_phases = getattr(make, "direct", False) and hasattr(make, "phase")
 
     def put(self, method: str, *args: Any) -> None:
         """Call the tracker; after its first failure, nothing."""
         if self._failed or (self._tracker is None and method != "start"):
             return
+        self._call(method, *args)
+
+    def phase(self, name: str, detail: str) -> None:
+        """Say what the run is doing; makes the tracker if it was not started yet."""
+        if not self._failed:
+            self._call("phase", name, detail)
+
+    def _call(self, method: str, *args: Any) -> None:
         try:
             if self._tracker is None:
                 self._tracker = self._make()

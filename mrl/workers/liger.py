@@ -38,6 +38,11 @@ def check_liger(training: TrainingConfig, model: ModelConfig, device: torch.devi
         raise ConfigError(
             f"use_liger_kernel: Liger's kernels are for CUDA and the model is on {device.type}; leave it out"
         )
+    if device.index:
+        raise ConfigError(
+            f"use_liger_kernel: Liger's kernels run on the first GPU a process sees, not on {device}; set "
+            f"CUDA_VISIBLE_DEVICES to GPU {device.index} first and use device: cuda, or leave it out"
+        )
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError("use_liger_kernel: the package is not installed; pip install 'mrl[liger]', or leave it out")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN

@@ -69,11 +69,11 @@ class HostAdamW(torch.optim.AdamW):
                 continue
             if host.grad is None:
                 host.grad = torch.empty_like(host, pin_memory=host.is_pinned())
-            host.grad.copy_(parameter.grad, non_blocking=True)
+            host.grad.copy_(parameter.grad, non_blocking=parameter.is_cuda)
         self._wait()
         super().step()
         for parameter, host in self.pairs:
-            parameter.copy_(host, non_blocking=True)
+            parameter.copy_(host, non_blocking=parameter.is_cuda)
         self._wait()  # before the next update writes to the host's copy
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -97,5 +97,6 @@ class HostAdamW(torch.optim.AdamW):
         return host.copy_(parameter.detach())
 
     def _wait(self) -> None:
-        if any(parameter.is_cuda for parameter, _ in self.pairs):
-            torch.cuda.synchronize()
+        """For copies that do not wait themselves, on the devices they are made on: CUDA's current one is another."""
+        for device in {parameter.device for parameter, _ in self.pairs if parameter.is_cuda}:
+            torch.cuda.synchronize(device)

@@ -106,6 +106,11 @@ class RolloutWorker:
         limit: int | None = getattr(self.engine, "capacity", None)
         return limit
 
+    async def sampled_tokens(self) -> int | None:
+        """Tokens sampled since the engine was made, for a display; None where it does not count them."""
+        own = getattr(self.engine, "sampled_tokens", None)
+        return None if own is None else await own()
+
     # --- the engine's life ------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 1) -> None:
@@ -113,11 +118,12 @@ class RolloutWorker:
         await self._if_it_can("sleep", level)
 
     async def wake(self) -> None:
-        """Take the memory back after `sleep`."""
+        """Take the memory back after `sleep`; after level 2 it generates once it has been sent weights."""
         await self._if_it_can("wake")
 
     async def health(self) -> dict[str, Any]:
-        """The version served (None before the first weights), and what the engine says of itself. Raises EngineDied."""
+        """The version served (None before the first weights, and after they were dropped), and what the engine says of
+        itself. Raises EngineDied."""
         if self.engine is None:
             return {"version": None}
         own = getattr(self.engine, "health", None)

@@ -7,7 +7,8 @@ the addresses it saw and every Python number it met, and runs no Python of the m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -287,10 +288,18 @@ def test_the_option_reaches_the_engine_and_the_modules_it_adopts(tiny_model):
 
 
 class FakeCuda:
-    """What `CudaGraphs` calls of torch.cuda, written down. There is no device here, so this shows the order alone."""
+    """What `CudaGraphs` calls of torch.cuda, written down. There is no device here, so this shows the order alone, and
+    which device is the current one: a capture waits for that before it begins, and a stream that is set changes it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.current, self.begun_on = 0, list[int]()
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index or 0
+        yield
+        self.current = before
 
     def graph_pool_handle(self) -> str:
         return "pool"
@@ -315,12 +324,14 @@ class FakeCuda:
 
     def set_stream(self, stream: Any) -> None:
         self.calls.append("set_stream")
+        self.current = 1
 
     def replay(self) -> None:
         self.calls.append("replay")
 
     def __enter__(self) -> None:
         self.calls.append("enter")
+        self.begun_on.append(self.current)
 
     def __exit__(self, *_error: object) -> None:
         self.calls.append("exit")
@@ -335,7 +346,7 @@ def test_cuda_graphs_warm_up_on_the_recording_stream_and_replay_into_one_tensor(
         fake.calls.append("run")
         return output
 
-    graphs = cuda_graphs.CudaGraphs(torch.device("cpu"))
+    graphs = cuda_graphs.CudaGraphs(torch.device("cuda:1"))
     assert graphs.warm_up(run) is output
     assert fake.calls == ["wait", "enter", "run", "exit", "wait", "record_stream"]
     fake.calls.clear()
@@ -343,6 +354,8 @@ def test_cuda_graphs_warm_up_on_the_recording_stream_and_replay_into_one_tensor(
     assert fake.calls == ["enter", "run", "exit", "set_stream"]
     assert replay() is replay() is output
     assert fake.calls[4:] == ["replay", "replay"]
+    assert fake.begun_on == [1, 1]
+    assert fake.current == 0, "the thread's own device is left as it was"
 
 
 def test_a_capture_that_fails_gives_the_thread_its_stream_back(monkeypatch):

@@ -37,6 +37,7 @@ def test_greedy_equals_generate_on_ragged_prompts(model):
         assert completion.token_ids == greedy_reference(model, prompt, 20)
         assert completion.finish_reason == "length"
         assert completion.logprobs == [0.0] * 20
+    assert asyncio.run(engine.sampled_tokens()) == 6 * 20
 
 
 def test_logprobs_are_those_of_a_fresh_forward(model):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -32,6 +36,7 @@ EXTENSION = (
     *("--worker-extension-cls", "mrl.engines.vllm_process.extension.WorkerExtension"),
     *("--weight-transfer-config", '{"backend": "mrl"}'),
 )
+TOKENS = ("--enable-scale-out",)
 
 
 @contextlib.contextmanager
@@ -50,7 +55,7 @@ def serve(model: str, log: Path, *flags: str, **env: str) -> Iterator[str]:
         process = subprocess.Popen(
             command, env=os.environ | quiet | env, stdout=out, stderr=out, start_new_session=True
         )
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 240
     try:
         while True:
             try:
@@ -97,7 +102,7 @@ async def gap(engine: RemoteVLLMEngine, model: torch.nn.Module, temperature: flo
 @pytest.fixture(scope="module")
 def extended(vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log.txt"
-    with serve(vllm_model, log, *PROCESSED, *EXTENSION, VLLM_SERVER_DEV_MODE="1") as url:
+    with serve(vllm_model, log, *PROCESSED, *EXTENSION, *TOKENS, VLLM_SERVER_DEV_MODE="1") as url:
         yield url
 
 
@@ -137,6 +142,63 @@ async def test_all_weights_into_a_server_with_the_extension(extended: str, vllm_
     assert (await engine.health())["url"] == extended
 
 
+async def overtaken(
+    engine: RemoteVLLMEngine, ref: WeightRef, scores_of: dict[int, Callable[[list[TokenSequence]], Any]]
+) -> list[int | list[int]]:
+    """The versions of completions that are in flight when `ref` comes; each token's logprob has to be that of its own
+    version. scores_of: what each version gives to sequences."""
+    asked = requests(8, SamplingParams(max_tokens=110))
+    before = await tokens_made(engine._url)
+    task = asyncio.create_task(engine.generate(asked))
+    while await tokens_made(engine._url) < before + 16:
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(engine.load_weights, ref)
+    sampled = await task
+    sequences = [TokenSequence(r.prompt_ids, tuple(c.token_ids)) for r, c in zip(asked, sampled, strict=True)]
+    scores = {version: await score(sequences) for version, score in scores_of.items()}
+    for index, completion in enumerate(sampled):
+        versions = completion.policy_version
+        per_token = versions if isinstance(versions, list) else [versions] * len(completion.token_ids)
+        assert per_token == sorted(per_token)
+        for at, version in enumerate(per_token):
+            assert abs(completion.logprobs[at] - scores[version][index][at]) < 1e-4
+    return [completion.policy_version for completion in sampled]
+
+
+async def tokens_made(url: str) -> int:
+    """Since the server started."""
+    async with httpx.AsyncClient() as client:
+        said = (await client.get(url + "/metrics")).text
+    return sum(int(float(n)) for n in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", said, re.MULTILINE))
+
+
+def score_with(model: torch.nn.Module) -> Callable[[list[TokenSequence]], Any]:
+    return TransformersEngine(copy.deepcopy(model).eval(), None, max_model_len=128).logprobs
+
+
+async def test_tokens_carry_the_version_they_are_from(extended: str, vllm_model: str, tmp_path: Path) -> None:
+    """A second engine on the same server, whose weights have the number of the first one's as well."""
+    model = load_model(config(vllm_model))
+    await asyncio.to_thread(
+        RemoteVLLMEngine.create(config(vllm_model), url=extended).load_weights,
+        publish(model.state_dict(), tmp_path / "other-run", 7),
+    )
+    engine = RemoteVLLMEngine.create(config(vllm_model), url=extended)
+    assert {c.policy_version for c in await engine.generate(requests(2, SamplingParams(max_tokens=2)))} == {0}
+    scores_of = {0: score_with(model)}
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    scores_of[7] = score_with(model)
+    versions = await overtaken(engine, publish(model.state_dict(), tmp_path, 7), scores_of)
+    assert any(isinstance(version, list) for version in versions), "no completion had begun before the update"
+    other = RemoteVLLMEngine.create(config(vllm_model), url=extended)
+    await asyncio.to_thread(other.load_weights, publish(model.state_dict(), tmp_path / "other-run", 8))
+    with pytest.raises(EngineError, match="weights that this run did not send"):
+        await engine.generate(requests(1, SamplingParams(max_tokens=2)))
+
+
 async def test_an_adapter_into_a_stock_server(with_adapters: str, vllm_model: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -154,6 +216,17 @@ async def test_an_adapter_into_a_stock_server(with_adapters: str, vllm_model: st
         assert await asyncio.to_thread(engine.load_weights, ref) == version
         assert engine.held() == ref.checksum
         assert await gap(engine, model.eval(), 1.0) < 1e-4
+    scores_of = {3: score_with(model)}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.add_(torch.randn_like(p) * 0.1)
+    model.save_pretrained(tmp_path / "v4")
+    scores_of[4] = score_with(model)
+    shutil.rmtree(tmp_path / "v3")  # as publishing the next one does
+    versions = await overtaken(engine, adapter_ref(tmp_path / "v4", 4), scores_of)
+    assert versions == [3] * 8, "a request keeps the adapter it began with"
+    assert [path.name.split("-")[-2] for path in tmp_path.glob("mrl-*")] == ["v4"], "copies nobody needs are removed"
     with pytest.raises(EngineError, match="scores at 1 only"):
         await engine.logprobs([TokenSequence((65,), (66,), 0.5)])
     whole = publish(load_model(config(vllm_model)).state_dict(), tmp_path / "whole", 9)

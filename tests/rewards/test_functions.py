@@ -142,7 +142,7 @@ async def test_a_value_that_is_no_number_costs_its_row_only(bad):
     assert values(report) == [1.0, None, 2.0]
     error = report.results[1].error
     assert error is not None
-    assert error.startswith("fixed: row 1 is ")
+    assert error.startswith("fixed gave ")
     assert "not a finite number" in error
     assert report.results[1].rewards == {"fixed": None, "good": 1.0}
     assert report.results[0].error is None
@@ -151,7 +151,7 @@ async def test_a_value_that_is_no_number_costs_its_row_only(bad):
 async def test_none_means_does_not_apply():
     report = await score(returns([None, 2.0, None], "a"), returns([4.0, 4.0, None], "b"))
     assert values(report) == [4.0, 3.0, None]
-    assert [r.error for r in report.results] == [None, None, "no reward function scored row 2 (a, b returned None)"]
+    assert [r.error for r in report.results] == [None, None, "no reward function scored it (a, b returned None)"]
     report = await score(returns([None, 2.0, None], "a"), returns([4.0, 4.0, None], "b"), weights=[0.5, 2.0])
     assert values(report) == [8.0, 9.0, None]
 
@@ -325,7 +325,7 @@ async def test_rewards_of_ones_own():
             return Scores([1.0])
 
     assert "no result within 0.1 s" in str((await score(Slow(), timeout=0.1)).results[0].error)
-    assert "row 2 is nan" in str((await score(Broken())).results[2].error)
+    assert "length gave nan" in str((await score(Broken())).results[2].error)
     with pytest.raises(RewardError, match="length returned 1 values, expected 3"):
         await score(Short())
 

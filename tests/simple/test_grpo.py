@@ -24,6 +24,7 @@ from mrl.recorded_run import RunResult
 from mrl.replay import replay
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
+from mrl.tracking.console import ConsoleTracker
 
 Train = Callable[..., RunResult]
 
@@ -200,11 +201,19 @@ def test_a_checkpoint_that_cannot_be_written(
     assert any(event["kind"] == "checkpoint_failed" for event in rows_of(tmp_path, "events"))
 
 
-def test_none_is_no_zero(simple: Train, tmp_path: Path) -> None:
+def test_none_is_no_zero_and_told(
+    simple: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def sometimes(completions: list[str], **_: Any) -> list[float | None]:
         return [None if index % 4 == 1 else float(len(set(text))) for index, text in enumerate(completions)]
 
-    simple(reward_funcs=sometimes, max_steps=1)
+    phases: list[str] = []
+    monkeypatch.setattr(ConsoleTracker, "phase", lambda self, name, detail: phases.append(name))
+    result = simple(reward_funcs=sometimes, max_steps=1, report_to=["console"])
+    assert phases == ["loading data", "loading", "generating", "scoring", "training"]
+    cause = "no reward function scored it (sometimes returned None)"
+    assert result.warnings[0] == f"4 of 16 rollouts could not be scored: {cause}"
+    assert f"step 1: 4 of 16 rollouts could not be scored and are left out: {cause}" in capsys.readouterr().err
     rows = rows_of(tmp_path)
     failed = [row for row in rows if row["status"] == "failed"]
     assert len(failed) == 4

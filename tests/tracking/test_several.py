@@ -44,6 +44,13 @@ class Direct(Recorder):
     direct = True
 
 
+class Shows(Direct):
+    def phase(self, name: str, detail: str) -> None:
+        self.calls.append(("phase", name, detail))
+        if name == "broken":
+            raise ValueError("no such phase")
+
+
 class FailsToStart(Recorder):
     def start(self, run: RunInfo) -> None:
         self.run_id = "half"
@@ -83,6 +90,7 @@ class HangsAtStart(Recorder):
 FAKES = {
     "good": Recorder,
     "direct": Direct,
+    "shows": Shows,
     "no-start": FailsToStart,
     "step-two": FailsAtStepTwo,
     "exits": Exits,
@@ -179,6 +187,22 @@ def test_say_may_note_and_is_called_on_the_callers_thread() -> None:
     assert threads == [threading.current_thread().name]
     direct = next(made for made in Recorder.made if isinstance(made, Direct))
     assert [call[0] for call in direct.calls] == ["start", "note", "finish"]
+
+
+def test_phases_go_to_those_who_show_them_before_the_start_as_well() -> None:
+    said: list[str] = []
+    trackers = TrackerSet(["good", "direct", "shows"], said.append)
+    assert trackers.shows_phases
+    assert not TrackerSet(["good", "direct"], said.append).shows_phases
+    trackers.phase("loading")
+    trackers.start(a_run())
+    trackers.phase("generating", "12 tokens")
+    trackers.phase("broken")
+    trackers.finish()
+    shows = next(made for made in Recorder.made if isinstance(made, Shows))
+    assert [call[0] for call in shows.calls] == ["phase", "start", "phase", "phase"]
+    assert said == ["tracker shows failed and is left out: ValueError: no such phase"]
+    assert all(call[0] != "phase" for made in Recorder.made if made is not shows for call in made.calls)
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs-at-start"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.algorithms.logprobs import LogitTransform
+from mrl.config import ModelConfig
+from mrl.models import autocast_dtype
 from mrl.types import Sample, TrainBatch
 from mrl.workers.forward import Forward
 from mrl.workers.packed_attention import make_line
@@ -183,3 +187,19 @@ def check_against_plain(model: Any, forward: Forward, rows: Rows) -> None:
         assert one is not None
         scale = max(1.0, float(other.abs().max()))
         torch.testing.assert_close(one / scale, other / scale, atol=2e-5, rtol=1e-3)
+
+
+def test_the_precision_is_that_of_the_devices_own_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of two kinds, of which the second has bfloat16; torch answers for the current one (a fake)."""
+    current = [0]
+
+    @contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device.index or 0)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: current[-1] == 1)
+    for device, expected in (("cuda", None), ("cuda:0", None), ("cuda:1", torch.bfloat16), ("cpu", None)):
+        assert autocast_dtype(ModelConfig(device=device), torch.device(device)) is expected

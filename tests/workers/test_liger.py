@@ -59,6 +59,8 @@ def test_it_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError, match=r"use_liger_kernel: .*pip install 'mrl\[liger\]'"):
         check_liger(WANTED, ModelConfig(model="not looked for"), CUDA)
+    with pytest.raises(ConfigError, match=r"first GPU .* not on cuda:1; set CUDA_VISIBLE_DEVICES to GPU 1 first"):
+        check_liger(WANTED, ModelConfig(model="not looked for"), torch.device("cuda:1"))
 
 
 def test_it_is_refused_for_an_architecture_that_has_none(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -66,6 +69,58 @@ def test_host_adamw_goes_on_from_its_state_with_the_model_loaded_before() -> Non
     train(resumed, again, 2, start=3)
     for mine, theirs in zip(resumed.parameters(), module.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+class FakeGPU(torch.Tensor):
+    """Stands for memory of another device: where a copy from or to it does not wait, it happens only once that device
+    is waited for. The numbers are in host memory."""
+
+    where = torch.device("cuda:1")
+    queued: ClassVar[defaultdict[torch.device, list[Callable[[], Any]]]] = defaultdict(list)
+    device = property(lambda self: self.where)  # type: ignore[assignment]
+    is_cuda = property(lambda self: self.where.type == "cuda")  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty_like:  # pinned memory takes a real device
+            return torch.empty_like(args[0].as_subclass(torch.Tensor), memory_format=torch.contiguous_format)
+        if func is torch.Tensor.copy_:
+            device = next(tensor.device for tensor in args if isinstance(tensor, cls))
+            target, source = (tensor.detach().as_subclass(torch.Tensor) for tensor in args)
+            cls.queued[device].append(lambda: target.copy_(source))
+            if not kwargs.get("non_blocking"):
+                cls.synchronize(device)
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def synchronize(cls, device: Any = None) -> None:
+        """In the place of torch.cuda.synchronize."""
+        for work in cls.queued.pop(torch.device("cuda:0" if device is None else device), []):
+            work()
+
+
+@pytest.mark.parametrize("where", [("cuda:0", "cuda:0"), ("cuda:1", "cuda:1"), ("cuda:1", "cuda:2"), ("mps", "mps")])
+def test_host_adamw_waits_for_the_devices_its_parameters_are_on(
+    where: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", FakeGPU.synchronize)
+    monkeypatch.setattr(FakeGPU, "queued", defaultdict(list))
+    kinds = [type("Elsewhere", (FakeGPU,), {"where": torch.device(name)}) for name in where]
+    start = [torch.linspace(0, 1, 6).view(2, 3), torch.ones(3)]
+    plain = [value.clone().requires_grad_() for value in start]
+    elsewhere = [value.clone().as_subclass(kind).requires_grad_() for kind, value in zip(kinds, start, strict=True)]
+    options = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    optimizers = torch.optim.AdamW(plain, fused=True, **options), HostAdamW([{"params": elsewhere}], **options)
+    for step in range(3):
+        for parameter, other, kind in zip(plain, elsewhere, kinds, strict=True):
+            parameter.grad = torch.full_like(parameter, 1.0 + step)
+            other.grad = parameter.grad.clone().as_subclass(kind)
+        for optimizer in optimizers:
+            optimizer.step()
+    for parameter, other in zip(plain, elsewhere, strict=True):
+        assert torch.equal(parameter, other.as_subclass(torch.Tensor))
 
 
 def test_offload_is_refused_where_it_would_do_nothing() -> None:

@@ -52,7 +52,7 @@ class Host:
         self.first_version = version
         self.lora: Any = None
         self.broken: str | None = None
-        self.loading, self.paused = asyncio.Lock(), False
+        self.loading, self.paused, self.asleep = asyncio.Lock(), False, False
         self.prompt_tokens = self.cached_tokens = 0
         self.moves, self.load_seconds = 0, 0.0
         self.weights: tuple[Path, ...] = ()
@@ -125,18 +125,32 @@ class Host:
         self.paused = True
 
     async def resume(self) -> None:
+        self._refuse_asleep()
         await self.llm.resume_generation()
         self.paused = False
 
     async def sleep(self, level: int) -> None:
         if not self.llm.model_config.enable_sleep_mode:
             raise Refused("vLLM cannot sleep on this device, or was not told to: vllm_args {enable_sleep_mode: true}")
-        await self.llm.sleep(level)
-        self.paused = True
+        if level not in (1, 2):
+            raise Refused(f"sleep has levels 1 and 2, found {level}")
+        if level == 2 and self.llm.vllm_config.lora_config is not None:
+            raise Refused(
+                "sleeping at level 2 drops the base weights too, which an adapter's update does not bring back: sleep "
+                "at level 1, or use lora_sync: merged"
+            )
+        self._refuse_asleep()
+        async with self.loading:
+            if level == 2:
+                self.broken = "they were dropped when it went to sleep at level 2"
+            await self.llm.sleep(level)
+            self.asleep = self.paused = True
 
     async def wake(self) -> None:
+        """After level 2 its memory holds anything, so nothing is generated before weights were loaded."""
         await self.llm.wake_up()
-        self.paused = False
+        self.asleep = False
+        await self._resume()
 
     async def pulse(self) -> dict[str, int]:
         """`working`: requests that should be getting tokens now. `moves`: grows with each they get.
@@ -151,7 +165,8 @@ class Host:
     async def health(self) -> dict[str, Any]:
         await self.llm.check_health()
         return {
-            "version": int(await self.llm.get_weight_version()),
+            "version": None if self.broken is not None else int(await self.llm.get_weight_version()),
+            "asleep": self.asleep,
             "paused": await self.llm.is_paused(),
             "in_flight": self.llm.get_num_unfinished_requests(),
             "broken": self.broken,
@@ -169,6 +184,7 @@ class Host:
         """
         self.weights = (Path(path), Path(path).parent)
         async with self.loading:
+            self._refuse_asleep()
             await self.llm.pause_generation(mode="keep", clear_cache=True)
             try:
                 return await self._load(path, version, checksum)
@@ -205,6 +221,7 @@ class Host:
         if checksum is not None and found != checksum:
             raise Refused(f"{path} has checksum {found}, expected {checksum}")
         async with self.loading:
+            self._refuse_asleep()
             await self.llm.pause_generation(mode="keep", clear_cache=True)
             try:
                 request = LoRARequest("policy", ADAPTER, path, load_inplace=True)
@@ -221,8 +238,12 @@ class Host:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
+    def _refuse_asleep(self) -> None:
+        if self.asleep:
+            raise Refused("this engine is asleep, without the memory it needs: wake it first")
+
     async def _resume(self) -> None:
-        """After an update: go on, or end what is in flight where there are no whole weights to go on with."""
+        """After an update or sleep: go on, or end what is in flight where there are no whole weights to go on with."""
         if self.broken is not None:
             await self.llm.pause_generation(mode="abort", clear_cache=True)
         await self.llm.resume_generation()
@@ -245,15 +266,17 @@ class Host:
         from vllm import TokensPrompt
         from vllm.utils import random_uuid
 
-        if self.broken is not None:
-            raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
+        self._refuse_broken()
         prompt, name = TokensPrompt(prompt_token_ids=ids), request_id or random_uuid()
         outputs = [output async for output in self.llm.generate(prompt, params, name, lora_request=self.lora)]
-        if self.broken is not None:
-            raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
+        self._refuse_broken()
         self.prompt_tokens += len(ids)
         self.cached_tokens += outputs[-1].num_cached_tokens or 0
         return outputs[-1]
+
+    def _refuse_broken(self) -> None:
+        if self.broken is not None:
+            raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
 
 
 def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""An adapter that a server has been given while it runs."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mrl.errors import SyncError
+from mrl.types import WeightRef
+
+
+class ServedAdapter:
+    """An adapter on the server: its name there, its version, and a copy of its files, beside the published ones.
+
+    A server that has several adapters reads their files again and again, for as long as requests with them are under
+    way; those that were published are gone by then.
+    """
+
+    def __init__(self, ref: WeightRef) -> None:
+        assert ref.path is not None
+        self.version = ref.version
+        self.name = f"mrl-{Path(ref.path).parent.name}-v{ref.version}-{uuid.uuid4().hex[:8]}"
+        self.folder = Path(ref.path).parent / self.name
+        self.users, self.served = 0, True
+        try:
+            shutil.copytree(ref.path, self.folder)
+        except OSError as error:
+            raise SyncError(f"the adapter could not be copied to {self.folder}: {error}") from error
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """By a request, while this lasts."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self._remove_unused()
+
+    def replaced(self) -> None:
+        """No new requests go to it."""
+        self.served = False
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        if not self.served and not self.users:
+            shutil.rmtree(self.folder, ignore_errors=True)

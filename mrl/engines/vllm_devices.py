@@ -1,0 +1,94 @@
+"""Which GPUs vLLM's engines get: those that the actor leaves, counted among the ones this process may see."""
+
+from __future__ import annotations
+
+from mrl.config import ServingConfig
+from mrl.errors import ConfigError, EngineError
+
+
+def actors_gpu(device: str, seen: int) -> int | None:
+    """Number of the GPU that a `device` of the configuration means; None for other devices. seen: GPUs there are."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if seen and kind in ("auto", "cuda") else None
+
+
+def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None) -> list[list[int]]:
+    """Numbers of each engine's GPUs, as torch counts them here; none where torch sees none and none were named.
+
+    seen: GPUs there are. actor: the one that trains, None = there is no such GPU. Where nothing was named the engines
+    get those it does not use; only on a machine with a single GPU do they share it. Raises ConfigError, which says what
+    to change, where there are too few, or where they share without a `gpu_memory_utilization` that leaves room.
+    """
+    size = serving.tensor_parallel_size
+    if serving.vllm_devices:
+        shares = [serving.devices_of(index) for index in range(engines)]
+        if seen and max(serving.vllm_devices) >= seen:
+            raise ConfigError(
+                f"vllm_devices: {max(serving.vllm_devices)} is asked for and {seen} GPU(s) can be seen; they are "
+                "counted from 0, among those of CUDA_VISIBLE_DEVICES where it is set"
+            )
+    elif not seen:
+        return [[] for _ in range(engines)]
+    else:
+        free = [gpu for gpu in range(seen) if gpu != actor] if seen > 1 else [0] * engines
+        if engines * size > len(free):
+            raise ConfigError(_too_few(engines, size, len(free), actor))
+        shares = [free[index * size : (index + 1) * size] for index in range(engines)]
+    _check_sharing(serving, shares, actor)
+    return shares
+
+
+def notices(shares: list[list[int]], actor: int | None) -> list[str]:
+    """What a user should know of the GPUs of a run's engines."""
+    if not any(actor in share for share in shares):
+        return []
+    return [f"engine: vllm: GPU {actor} is used by the actor and by vLLM, which leaves each less memory and speed."]
+
+
+def visible(numbers: list[int], outer: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for a process that is to see the GPUs of these numbers.
+
+    outer: what it is here, of which the numbers count the entries: numbers of the machine's GPUs, or their UUIDs, as a
+    scheduler such as Slurm sets them. None = not set, so that the numbers are the machine's. Raises EngineError.
+    """
+    if outer is None:
+        return ",".join(map(str, numbers))
+    entries: list[str] = []
+    for entry in map(str.strip, outer.split(",")):
+        if not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))):
+            break  # CUDA, too, reads no further
+        entries.append(entry)
+    if missing := [number for number in numbers if number >= len(entries)]:
+        raise EngineError(
+            f"vllm_devices: {missing[0]} is asked for, and CUDA_VISIBLE_DEVICES={outer} has {len(entries)} GPU(s), "
+            "which are counted from 0"
+        )
+    return ",".join(entries[number] for number in numbers)
+
+
+def _too_few(engines: int, size: int, free: int, actor: int | None) -> str:
+    there = f"{free} GPU(s) can be seen" if actor is None else f"besides the actor's (GPU {actor}) there are {free}"
+    ways = [f"set num_rollout_workers: {free // size}"] if free >= size else []
+    ways += [f"set tensor_parallel_size: {free // engines}"] if size > 1 and free >= engines else []
+    ways += ["name other GPUs, the actor's included, with vllm_devices"] if actor is not None and free else []
+    return (
+        f"engine: vllm: num_rollout_workers x tensor_parallel_size = {engines} x {size} GPUs are needed, and {there}: "
+        f"{', or '.join(ways or ['set tensor_parallel_size: 1'])}"
+    )
+
+
+def _check_sharing(serving: ServingConfig, shares: list[list[int]], actor: int | None) -> None:
+    """vLLM takes its fraction of the whole GPU, whoever else is on it."""
+    fraction = serving.gpu_memory_utilization or serving.vllm_args.get("gpu_memory_utilization")
+    for gpu in sorted({gpu for share in shares for gpu in share}):
+        engines = sum(gpu in share for share in shares)
+        if engines == 1 and gpu != actor:
+            continue
+        who = f"{engines} engine(s){' and the actor' if gpu == actor else ''}"
+        if fraction is None or engines * fraction > 1 or (gpu == actor and engines * fraction == 1):
+            takes = "almost all of its memory" if fraction is None else f"{fraction} of its memory"
+            raise ConfigError(
+                f"engine: vllm: {who} share GPU {gpu}, and each engine would take {takes}: set gpu_memory_utilization "
+                f"to what they can have (such as {0.5 / engines:.2g}), num_rollout_workers: 1 if it is more, give the "
+                "engines other GPUs with vllm_devices, or use engine: transformers"
+            )
