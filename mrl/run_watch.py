@@ -88,7 +88,7 @@ class RunWatch:
         if not cut or len(cut) < TRUNCATED * len(rollouts):
             return
         if count := self._count("truncated", 1):
-            limit = self.config.generation.max_tokens
+            limit = self.config.sampled_tokens
             reached = max(len(rollout.completion_ids) for rollout in cut) >= limit
             where = f"after {limit:,} tokens (max_tokens)" if reached else "where the context ends (max_model_len)"
             so_far = f"; {count:,} such steps so far" if count > 1 else ""
