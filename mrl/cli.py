@@ -50,7 +50,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         sys.exit(_dispatch(arguments))
     except MRLError as error:
-        _complain(str(error))
+        from mrl.config.dialects import in_flags
+
+        _complain(str(error) if error.worded else in_flags(str(error)))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -80,6 +82,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """Train a model by reinforcement learning."""
+    from mrl.config.dialects import in_flags
     from mrl.flags import argument, flat_options, parse
 
     given = parse(
@@ -109,9 +112,14 @@ def train(argv: list[str]) -> int:
 
     from mrl.trainer import MRLTrainer, make_config
 
-    config = make_config(flat_options(recipe, given))
-    trainer = MRLTrainer(config)
-    result = trainer.train()
+    options = flat_options(recipe, given)
+    try:
+        config = make_config(options)
+        result = MRLTrainer(config).train()
+    except MRLError as error:
+        if not error.worded:
+            error.reword(in_flags(str(error), keys=options.keys() - given.keys()))
+        raise
     if as_json:
         _print_json(asdict(result))
     else:

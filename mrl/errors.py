@@ -10,6 +10,13 @@ from __future__ import annotations
 class MRLError(Exception):
     """Base of every error mrl raises for its user."""
 
+    worded = False
+    """Whether the message speaks of options as its reader gives them; else it is written for recipes."""
+
+    def reword(self, message: str) -> None:
+        """Say it in the reader's words."""
+        self.args, self.worded = (message,), True
+
 
 class ConfigError(MRLError):
     """An option is unknown, has a bad value, or does not go with another."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Required, TypedDict
+from typing import Annotated, Any, Required, TypedDict, get_args
 
 import tyro
 import yaml
 
 from mrl.config import OrchestratorConfig, flat_fields, load_recipe, nest
+from mrl.config.dialects import PYTHON_ONLY
 from mrl.config.recipe import yaml_numbers
-from mrl.errors import ConfigError
+from mrl.config.section import unknown_option
+from mrl.errors import ConfigError, MRLError
 
 Groups = Mapping[str, tuple[str, Iterable[str]]]
 """Title → (a sentence, flat names of options): how a command's help shows them."""
 RECIPES = Path(__file__).parent / "recipes"
 
-PYTHON_ONLY = {"train_dataset", "vllm_args"}
-"""Not on the command line; recipes can hold `vllm_args`."""
 FLAG_TYPES: dict[str, Any] = {
     # In Python these take objects too; on the command line, names.
     "reward_funcs": list[str],
@@ -73,6 +74,9 @@ def parse(
         for title, (text, names) in wanted.items()
     }
     flags = TypedDict("flags", {**(extra or {}), **groups}, total=False)  # type: ignore[misc]
+    options_here = [name for _, names in wanted.values() for name in names if name not in PYTHON_ONLY]
+    aliases = (alias[2:] for name in options_here for alias in ALIASES.get(name, []))
+    _refuse_unknown(argv, {*options_here, *_names(extra or {}), *aliases})
     config = (tyro.conf.OmitArgPrefixes,)
     parsed: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv, config=config))
     given: dict[str, Any] = {name: value for name, value in parsed.items() if name not in groups}
@@ -94,7 +98,12 @@ def config_from(recipe: str | None, given: dict[str, Any]) -> OrchestratorConfig
 def flat_options(recipe: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """The recipe's options by flat name, with the flags in their place where both say something. Raises ConfigError."""
     options = load_recipe(find_recipe(recipe))[0] if recipe else {}
-    return {name: value for section in nest(options).values() for name, value in section.items()} | given
+    try:
+        nested = nest(options)
+    except MRLError as error:
+        error.worded = True  # what is wrong with a recipe is said in its own words
+        raise
+    return {name: value for section in nested.values() for name, value in section.items()} | given
 
 
 def find_recipe(name: str) -> Path:
@@ -145,6 +154,27 @@ def _group(title: str, text: str, names: Iterable[str], helps: dict[str, str], d
     hints = {name: _annotation(name, fields[name][1], helps, defaults) for name in names if name not in PYTHON_ONLY}
     flags = TypedDict(title, hints, total=False)  # type: ignore[misc]
     return Annotated[flags, tyro.conf.arg(name=title, help=text)]
+
+
+def _names(extra: dict[str, Any]) -> set[str]:
+    """Of arguments that are no options, with their other names."""
+    names = set(extra)
+    for annotation in extra.values():
+        for part in [annotation, *get_args(annotation)]:
+            for mark in getattr(part, "__metadata__", ()):
+                names |= {alias.lstrip("-").replace("-", "_") for alias in getattr(mark, "aliases", None) or ()}
+    return names
+
+
+def _refuse_unknown(argv: list[str], names: set[str]) -> None:
+    """Raise ConfigError for a flag there is not, which may be another trainer's name of one there is."""
+    if any(token == "-h" or token.startswith("--help") for token in argv):
+        return
+    for token in argv:
+        flag = re.fullmatch(r"--([A-Za-z][\w.-]*)(=.*)?", token, re.DOTALL)
+        name = "" if flag is None else flag[1].replace("-", "_")
+        if name and name not in names and name.removeprefix("no_") not in names and not name.startswith("tyro_"):
+            raise ConfigError(unknown_option(name, name, sorted(names)))
 
 
 def _annotation(name: str, field: Any, helps: dict[str, str], defaults: dict[str, Any]) -> Any:

@@ -127,10 +127,9 @@ def check_same_run(run: Path, config: OrchestratorConfig) -> None:
         changed += [n for n in ("max_steps", "num_epochs") if n not in config.run.allow_change and before[n] != now[n]]
     if changed:
         listed = "\n".join(f"  {name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
-        flags = " ".join(f"--allow-change {name}" for name in changed)
         raise ConfigError(
             f"{run}: with these changes it would be another run:\n{listed}\n"
-            f"Leave them as they were, start a new run, or say that you mean it: {flags}"
+            f"Leave them as they were, start a new run, or say that you mean it: allow_change: [{', '.join(changed)}]"
         )
 
 
@@ -139,7 +138,7 @@ def check_same_tasks(point: ResumePoint, tasks: list[Task], config: Orchestrator
     if point.state["tasks"] != fingerprint(tasks) and "dataset_name" not in config.run.allow_change:
         raise ConfigError(
             f"{point.checkpoint.path}: the tasks are not those this run was trained on, so prompts would be skipped or "
-            "repeated. Restore the dataset, or go on with --allow-change dataset_name"
+            "repeated. Restore the dataset, or go on with allow_change: [dataset_name]"
         )
 
 

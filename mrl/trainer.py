@@ -8,14 +8,20 @@ import threading
 from collections.abc import Coroutine
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from mrl.config import OrchestratorConfig
+from mrl.config import ModelConfig, OrchestratorConfig
+from mrl.config.dialects import in_python
+from mrl.config.keywords import Options
+from mrl.errors import ConfigError, DataError, ModelError, MRLError, RewardError
 from mrl.orchestrator import Orchestrator
 from mrl.recorded_run import RunResult
 from mrl.report import write_png
 from mrl.resume import existing_run, resumed_config
 from mrl.store.run import runs_root
+
+if TYPE_CHECKING:
+    from mrl.given_model import GivenModel
 
 T = TypeVar("T")
 
@@ -27,23 +33,67 @@ class MRLTrainer:
         result = trainer.train()
 
     Takes every option of `OrchestratorConfig` by its flat name (`mrl train --help` lists them), or a finished `config`.
+    `model` may be a loaded model of transformers, with its `tokenizer`: a copy of it is trained.
     Raises ConfigError for options that are unknown, out of range or do not go together.
     """
 
-    def __init__(self, config: OrchestratorConfig | None = None, **options: Any) -> None:
+    def __init__(self, config: OrchestratorConfig | None = None, **options: Unpack[Options]) -> None:
         if config is not None and options:
             raise TypeError(f"give a config or options, not both (got config and {', '.join(options)})")
-        self.config = config if config is not None else make_config(options)
-        self.run_dir, self.resume = choose_run(self.config)
+        self._arguments: dict[str, Any] = {**options}
+        self._given: GivenModel | None = None
+        try:
+            self.config = config if config is not None else self._from_arguments()
+            self.run_dir, self.resume = choose_run(self.config)
+            if self._given is not None:
+                self.config.model.model = str((self.run_dir / "given-model").absolute())
+        except MRLError as error:
+            self._reword(error)
+            raise
 
     def train(self) -> RunResult:
         """Run to the end and return what it came to. Raises a subclass of MRLError.
 
         Works in a notebook too, where an event loop is already running.
         """
-        result = run_to_end(self._run())
+        try:
+            if self._given is not None:
+                self._given.write(self.run_dir, resume=self.resume)
+            result = run_to_end(self._run())
+        except MRLError as error:
+            self._reword(error)
+            raise
+        finally:
+            if self._given is not None:
+                self._given.remove(self.run_dir)
         write_png(self.run_dir)
         return result
+
+    def _from_arguments(self) -> OrchestratorConfig:
+        options = dict(self._arguments)
+        model, tokenizer = options.get("model"), options.pop("tokenizer", None)
+        if model is None or isinstance(model, (str, dict, ModelConfig)):
+            if tokenizer is not None:
+                raise ConfigError(
+                    "tokenizer: goes with a model that is an object too; a model by name brings its own, so save yours "
+                    "into the model's folder"
+                )
+            return make_config(options)
+        if options.get("revision") is not None:
+            raise ConfigError("revision: a loaded model is what it is; leave it out, or give the model by name")
+        from mrl.given_model import GivenModel
+
+        self._given = GivenModel(model, tokenizer)
+        return make_config(options | {"model": self._given.name})
+
+    def _reword(self, error: MRLError) -> None:
+        """Errors about what was given speak of arguments where arguments were given."""
+        if (
+            self._arguments
+            and isinstance(error, (ConfigError, DataError, ModelError, RewardError))
+            and not error.worded
+        ):
+            error.reword(in_python(str(error), self._arguments))
 
     def _run(self) -> Coroutine[Any, Any, RunResult]:
         if self.config.trl.mode == "simple":
@@ -53,12 +103,13 @@ class MRLTrainer:
         return Orchestrator(self.config, self.run_dir, resume=self.resume).run()
 
 
-def train_simple(**options: Any) -> RunResult:
+def train_simple(**options: Unpack[Options]) -> RunResult:
     """Train with one of TRL's trainers (docs/simple-mode.md); `MRLTrainer(mode="simple", **options).train()`.
 
     train_simple(model="starter", dataset_name="answers.jsonl", algorithm="sft", max_steps=10)
     """
-    return MRLTrainer(**{"mode": "simple", **options}).train()
+    options.setdefault("mode", "simple")
+    return MRLTrainer(**options).train()
 
 
 def make_config(options: dict[str, Any]) -> OrchestratorConfig:

@@ -133,7 +133,7 @@ def test_every_option_is_a_flag_with_its_documentation(capsys: pytest.CaptureFix
         (["trian"], "did you mean `mrl train`"),
         (["train", "--learning-rat", "1"], "--learning-rate"),
         (["train", "--learning-rate", "fast"], "--learning-rate"),
-        (["train", "--learning-rate", "-1"], "learning_rate"),
+        (["train", "--learning-rate", "-1"], "--learning-rate: "),
         (["train", "quickstrat"], "did you mean 'quickstart'"),
         (["train", "broken.yaml"], "broken.yaml, line 2"),
         (["train", "unknown.yaml"], "did you mean 'learning_rate'"),
@@ -163,7 +163,7 @@ def test_every_option_is_a_flag_with_its_documentation(capsys: pytest.CaptureFix
         (["sample", "starter", "word " * 3000], "tokens and at most 2047 fit"),
         (["sample", "starter"], "prompt"),
         (["sample", "starter", "hi", "--engine", "vlm"], "did you mean 'vllm'"),
-        (["sample", "starter", "hi", "--engine", "vllm", "--vllm-python", "/nowhere/python"], "vllm_python"),
+        (["sample", "starter", "hi", "--engine", "vllm", "--vllm-python", "/nowhere/python"], "--vllm-python: "),
         (["cache", "clean"], "neither list nor clear"),
     ],
 )

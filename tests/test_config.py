@@ -230,8 +230,8 @@ def test_an_environment_without_vllm_is_refused_before_the_run_starts(tiny_model
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     bare = tmp_path / "bare" / "bin" / "python"
     for python, message in (
-        (tmp_path / "nowhere", "vllm_python: .*nowhere does not start"),
-        (bare, "engine: vllm needs vLLM, and .*bare.* has none"),
+        (tmp_path / "nowhere", "vllm_python.*nowhere does not start"),
+        (bare, "engine='vllm': vllm needs vLLM, and .*bare.* has none"),
     ):
         with pytest.raises(ConfigError, match=message):
             MRLTrainer(

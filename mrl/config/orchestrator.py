@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from mrl.algorithms import LOSSES
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.data import DataConfig
+from mrl.config.hints import named_elsewhere
 from mrl.config.model import ModelConfig
 from mrl.config.overlap import OverlapConfig
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
@@ -39,7 +40,12 @@ class OrchestratorConfig(Section):
     @field_validator("model", mode="before")
     @classmethod
     def _model_by_name(cls, value: Any) -> Any:
-        return {"model": value} if isinstance(value, str) else value
+        if isinstance(value, (str, dict, ModelConfig)):
+            return {"model": value} if isinstance(value, str) else value
+        raise ConfigError(
+            f"model: give a name or a folder, not an object of type {type(value).__name__}; a loaded model is an "
+            "argument of MRLTrainer"
+        )
 
     @classmethod
     def from_flat(cls, **options: Any) -> OrchestratorConfig:
@@ -159,7 +165,9 @@ def nest(options: dict[str, Any]) -> dict[str, Any]:
         elif name in fields:
             _merge(nested, fields[name][0], {name: value})
         else:
-            raise ConfigError(unknown_option(name, name, [*fields, *sections]))
+            inner = next((key for key in value if isinstance(key, str)), None) if isinstance(value, dict) else None
+            shown = name if inner is None or named_elsewhere(inner) is None else f"{name}.{inner}"
+            raise ConfigError(unknown_option(shown, name, [*fields, *sections]))
     return nested
 
 

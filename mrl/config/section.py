@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mrl.config.hints import named_elsewhere
 from mrl.errors import ConfigError
 
 
@@ -34,6 +35,8 @@ def refuse_changed(section: Section, names: tuple[str, ...], needs: str) -> None
 
 
 def unknown_option(shown: str, name: str, known: list[str]) -> str:
+    if elsewhere := named_elsewhere(shown):
+        return f"unknown option {shown!r}; {elsewhere}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]!r}?" if close else "; `mrl train --help` lists them"
     return f"unknown option {shown!r}{hint}"
@@ -44,7 +47,8 @@ def explain(section: type[Section], error: ValidationError) -> str:
     sentences = []
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"]) or section.__name__
-        found = problem["input"]
+        found = repr(problem["input"])
+        found = found if len(found) <= 200 else found[:200] + "…"
         if problem["type"] == "extra_forbidden":
             sentences.append(unknown_option(name, name, list(section.model_fields)))
             continue
@@ -55,5 +59,5 @@ def explain(section: type[Section], error: ValidationError) -> str:
             if field is None or field.is_required()
             else f" (default: {field.get_default(call_default_factory=True)!r})"
         )
-        sentences.append(f"{name}: {message}; found {found!r}{default}")
+        sentences.append(f"{name}: {message}; found {found}{default}")
     return "; ".join(sentences)

@@ -116,7 +116,7 @@ def test_changes_that_make_another_run_are_refused_until_they_are_allowed(
     tiny_model: str, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     run(tiny_model, tmp_path / "r", max_steps=1)
-    with pytest.raises(ConfigError, match=rf"another run:\n  {named}(.|\n)*--allow-change {next(iter(changes))}"):
+    with pytest.raises(ConfigError, match=rf"another run:\n  {named}(.|\n)*allow_change=\['{next(iter(changes))}'\]"):
         run(tiny_model, tmp_path / "r", max_steps=2, resume="auto", **changes)
     allowed = run(tiny_model, tmp_path / "r", max_steps=2, resume="auto", allow_change=list(changes), **changes)
     assert allowed.steps == 2
@@ -152,7 +152,7 @@ def test_what_was_given_in_python_has_to_be_given_again(tiny_model: str, tmp_pat
 def test_unknown_runs_and_options(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run 'nowhere'"):
         MRLTrainer(resume="nowhere")
-    with pytest.raises(ConfigError, match="resume: auto needs run_dir or run_name"):
+    with pytest.raises(ConfigError, match="resume='auto': auto needs run_dir or run_name"):
         MRLTrainer(resume="auto")
     with pytest.raises(ConfigError, match="allow_change has an effect only with resume"):
         MRLTrainer(allow_change=["seed"])
@@ -208,7 +208,7 @@ def test_limits_and_best(tiny_model: str, tmp_path: Path) -> None:
 
 
 def test_best_of_a_metric_there_is_not(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="best_metric: there is no metric 'reward/best'"):
+    with pytest.raises(ConfigError, match="there is no metric 'reward/best'"):
         run(tiny_model, tmp_path / "r", best_metric="reward/best")
 
 

@@ -304,13 +304,13 @@ def test_messages_and_plain_text(simple: Train, untied_model: str, tmp_path: Pat
     [
         ({"train_dataset": None}, ConfigError, "no dataset"),
         ({"train_dataset": [{"question": "x"}]}, DataError, "prompt"),
-        ({"train_dataset": [{"prompt": "x", "want": "a"}]}, ConfigError, "batch_size: .*use 1 or less"),
+        ({"train_dataset": [{"prompt": "x", "want": "a"}]}, ConfigError, "batch_size=.*use 1 or less"),
         ({"train_dataset": [{"prompt": "x " * 200, "want": "a"}]}, DataError, "max_model_len"),
-        ({"max_completion_length": 300}, ConfigError, "max_completion_length: 300 tokens leave no room"),
+        ({"max_completion_length": 300}, ConfigError, "max_completion_length=300: 300 tokens leave no room"),
         ({"reward_funcs": "nowhere.py:f"}, RewardError, "nowhere.py"),
         ({"backend": "cloud"}, ConfigError, "backend"),
-        ({"engine": "vllm"}, ConfigError, "engine: 'vllm' has no meaning"),
-        ({"algorithm": "gpro"}, ConfigError, "algorithm: 'gpro' is not available; did you mean 'grpo'"),
+        ({"engine": "vllm"}, ConfigError, "engine='vllm': 'vllm' has no meaning"),
+        ({"algorithm": "gpro"}, ConfigError, "algorithm='gpro': 'gpro' is not available; did you mean 'grpo'"),
         ({"eval_steps": 1}, ConfigError, "eval_split or eval_dataset"),
     ],
 )
