@@ -15,6 +15,8 @@ from mrl.store.checkpoints import best_step, find_checkpoint, list_checkpoints
 from mrl.units import size
 
 ACTIONS = ("list", "verify", "export", "push")
+REPLAY_CODES = {"equal": 0, "rounding": 3, "different": 4}
+"""Exit codes of `mrl replay`; 2 is for what the user can mend, as everywhere."""
 
 
 def checkpoints(argv: list[str]) -> int:
@@ -70,8 +72,10 @@ def replay(argv: list[str]) -> int:
     given = parse(
         "mrl replay",
         "Recompute a recorded step's loss and gradients from its stored rollouts and the checkpoint before it, and\n"
-        "show how they differ from what was recorded: not at all on the same machine.\n\n"
-        "  mrl replay RUN --step 17",
+        "show how they differ from what was recorded: not at all on the same machine's CPU.\n\n"
+        "  mrl replay RUN --step 17\n\n"
+        "Exit code 0: equal, bit for bit. 3: it differs by rounding only, and it says what is another than it was\n"
+        "(processor, threads, versions). 4: not what was recorded.",
         argv,
         options=["device"],
         extra={
@@ -85,11 +89,11 @@ def replay(argv: list[str]) -> int:
 
     result = run_replay(existing_run(given["run"]), given["step"], given.get("device"))
     if given.get("json"):
-        plain = asdict(result) | {"exact": result.exact}
+        plain = asdict(result) | {"exact": result.exact, "verdict": result.verdict}
         for entry, metric in zip(plain["metrics"], result.metrics, strict=True):
             entry["difference"] = metric.difference
         print(json.dumps(plain, indent=2))
-        return 0
+        return REPLAY_CODES[result.verdict]
     from rich.console import Console
     from rich.table import Table
 
@@ -102,8 +106,19 @@ def replay(argv: list[str]) -> int:
     console.print(table)
     for name, norm in list(result.gradient_norms.items())[: given.get("gradients", 5)]:
         console.print(f"  gradient norm {norm:.4g}  {name}", highlight=False)
-    console.print("exactly what was recorded" if result.exact else "not what was recorded", style="bold")
-    return 0
+    verdict = {
+        "equal": "exactly what was recorded",
+        "rounding": "what was recorded, but for rounding",
+        "different": "not what was recorded",
+    }[result.verdict]
+    console.print(verdict, style="bold")
+    if result.changed is None:
+        console.print("the record does not say on what it was computed", highlight=False)
+    elif result.changed or not result.exact:
+        console.print(
+            f"another than in the run: {', '.join(result.changed) or 'nothing that is known'}", highlight=False
+        )
+    return REPLAY_CODES[result.verdict]
 
 
 def export(checkpoint: Path, target: Path, *, merged: bool) -> Path:

@@ -110,9 +110,9 @@ def evaluate(argv: list[str]) -> int:
     as_json, output = given.pop("json", False), given.pop("output", None)
     count, by, confidence = given.pop("num_samples", 1), given.pop("by", None), given.pop("confidence", 0.95)
     if count < 1:
-        raise ConfigError(f"num_samples: {count} is no number of attempts; use 1 or more")
+        raise ConfigError(f"--num-samples: {count} is no number of attempts; use 1 or more")
     if not 0 < confidence < 1:
-        raise ConfigError(f"confidence: {confidence} is not between 0 and 1, e.g. 0.95")
+        raise ConfigError(f"--confidence: {confidence} is not between 0 and 1, e.g. 0.95")
     if output:
         _check_output(Path(output).expanduser())
     model = given.pop("model")
@@ -149,9 +149,9 @@ def evaluate(argv: list[str]) -> int:
 def _check_output(path: Path) -> None:
     """Before hours of evaluation, not after them."""
     if not path.parent.is_dir():
-        raise ConfigError(f"output: there is no folder {path.parent}")
+        raise ConfigError(f"--output: there is no folder {path.parent}")
     if path.is_dir():
-        raise ConfigError(f"output: {path} is a folder; name a file, e.g. {path / 'rollouts.jsonl'}")
+        raise ConfigError(f"--output: {path} is a folder; name a file, e.g. {path / 'rollouts.jsonl'}")
 
 
 def _print_evaluation(report: Any, by: str | None) -> None:
@@ -206,7 +206,7 @@ def sample(argv: list[str]) -> int:
     )
     as_json, prompt, count = given.pop("json", False), given.pop("prompt"), given.pop("num_samples", 1)
     if count < 1:
-        raise ConfigError(f"num_samples: {count} is no number of completions; use 1 or more")
+        raise ConfigError(f"--num-samples: {count} is no number of completions; use 1 or more")
     model = given.pop("model")
     found = find_run_of(model)
     inherited = inherit_prompts(*found, given) if found else None

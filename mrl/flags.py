@@ -76,7 +76,9 @@ def parse(
     flags = TypedDict("flags", {**(extra or {}), **groups}, total=False)  # type: ignore[misc]
     options_here = [name for _, names in wanted.values() for name in names if name not in PYTHON_ONLY]
     aliases = (alias[2:] for name in options_here for alias in ALIASES.get(name, []))
-    _refuse_unknown(argv, {*options_here, *_names(extra or {}), *aliases})
+    _refuse_unknown(
+        f"{prog} --help{'-all' * (basics is not None)}", argv, {*options_here, *_names(extra or {}), *aliases}
+    )
     config = (tyro.conf.OmitArgPrefixes,)
     parsed: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv, config=config))
     given: dict[str, Any] = {name: value for name, value in parsed.items() if name not in groups}
@@ -166,7 +168,7 @@ def _names(extra: dict[str, Any]) -> set[str]:
     return names
 
 
-def _refuse_unknown(argv: list[str], names: set[str]) -> None:
+def _refuse_unknown(listed_by: str, argv: list[str], names: set[str]) -> None:
     """Raise ConfigError for a flag there is not, which may be another trainer's name of one there is."""
     if any(token == "-h" or token.startswith("--help") for token in argv):
         return
@@ -174,7 +176,7 @@ def _refuse_unknown(argv: list[str], names: set[str]) -> None:
         flag = re.fullmatch(r"--([A-Za-z][\w.-]*)(=.*)?", token, re.DOTALL)
         name = "" if flag is None else flag[1].replace("-", "_")
         if name and name not in names and name.removeprefix("no_") not in names and not name.startswith("tyro_"):
-            raise ConfigError(unknown_option(name, name, sorted(names)))
+            raise ConfigError(unknown_option(name, name, sorted(names), listed_by))
 
 
 def _annotation(name: str, field: Any, helps: dict[str, str], defaults: dict[str, Any]) -> Any:

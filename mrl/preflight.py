@@ -129,6 +129,15 @@ def check_engine(config: OrchestratorConfig) -> None:
         check(**options)
 
 
+def engine_gpus(config: OrchestratorConfig) -> tuple[list[list[int]], int | None]:
+    """The GPUs of each of a run's vLLM engines, and the actor's (None = it is on none). Raises ConfigError."""
+    import torch
+
+    seen = torch.cuda.device_count()
+    actor = vllm_devices.actors_gpu(config.model.device, seen)
+    return vllm_devices.share_out(config.serving, config.runtime.num_rollout_workers, seen, actor), actor
+
+
 def check_best_metric(config: OrchestratorConfig, evaluates: bool) -> None:
     """Raise ConfigError when `best_metric` is one of evaluations and there are no held-out tasks."""
     name = config.training.best_metric
@@ -137,15 +146,6 @@ def check_best_metric(config: OrchestratorConfig, evaluates: bool) -> None:
             f"best_metric: {name} is measured on held-out tasks, and there are none; set eval_split or eval_dataset, "
             "or use a metric of the training tasks, e.g. reward/mean"
         )
-
-
-def engine_gpus(config: OrchestratorConfig) -> tuple[list[list[int]], int | None]:
-    """The GPUs of each of a run's vLLM engines, and the actor's (None = it is on none). Raises ConfigError."""
-    import torch
-
-    seen = torch.cuda.device_count()
-    actor = vllm_devices.actors_gpu(config.model.device, seen)
-    return vllm_devices.share_out(config.serving, config.runtime.num_rollout_workers, seen, actor), actor
 
 
 def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:

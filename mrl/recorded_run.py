@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig
+from mrl.environment import differences
 from mrl.errors import StoreError
 from mrl.interrupts import interrupts
 from mrl.models import pin_model
@@ -19,7 +20,7 @@ from mrl.report import first_and_last_reward, shown_completion
 from mrl.resume import ResumePoint, check_same_run, check_same_tasks, find_resume_point, record_options
 from mrl.run_watch import RunWatch, find_troubles
 from mrl.store.checkpoints import remove_leftovers
-from mrl.store.run import RunStore
+from mrl.store.run import RunStore, read_rows
 from mrl.tracking import RunInfo, TrackerSet
 from mrl.tracking.base import WARNING, Status
 from mrl.types import Group
@@ -166,6 +167,7 @@ class RecordedRun:
                 resume_ids=self.point.state["trackers"] if self.point else {},
             )
         )
+        changed = self._changed_environment(facts["environment"])
         counts = {"tasks": self.prepared.counts.tasks, "held_out": self.prepared.counts.held_out}
         self.store.event("start", what, **{"total_steps": self.total_steps, **counts, **facts})
         for notice in [*self.prepared.notices, *notices]:
@@ -174,6 +176,13 @@ class RecordedRun:
             for problem in self.point.problems if self.point else []:
                 self._note(f"checkpoint not used: {problem}")
             self._note(f"going on after step {self.step} of {self.total_steps}")
+            if changed and self.point is not None:
+                self._note(f"from here on the last bits may be others than without the stop: {', '.join(changed)}")
+
+    def _changed_environment(self, now: dict[str, Any]) -> list[str]:
+        """What is another than when this run was started the last time."""
+        starts = [row for row in read_rows(self.run_dir, "events") if row["kind"] == "start"] if self.resume else []
+        return differences(starts[-1].get("environment", {}), now) if starts else []
 
     def _note(self, message: str) -> None:
         self.store.event("notice", message, step=self.step)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mrl.config import OrchestratorConfig, flat_fields
+from mrl.environment import computing_environment, differences
 from mrl.errors import CheckpointError, ConfigError
 from mrl.experience import make_batch, reference_samples
 from mrl.resume import is_description, stored_options
@@ -16,6 +20,17 @@ from mrl.store.read import RunReader
 from mrl.store.rows import to_rollout
 from mrl.store.run import read_rows
 from mrl.types import Group, Task
+
+Verdict = Literal["equal", "rounding", "different"]
+
+TOLERANCE = {"float32": 1e-3}
+"""What rounding may do to a metric, as a share of it, by the precision of the forward pass and for one step from the
+checkpoint; over more steps it grows with the square root of their number. Below `SMALL` it is a share of that."""
+COARSE = 2e-2
+"""The same in bfloat16 and others."""
+SMALL = 1e-2
+EXACT = ("train/tokens", "train/updates_skipped", "train/learning_rate")
+"""Metrics that rounding does not reach."""
 
 
 @dataclass
@@ -31,6 +46,14 @@ class Difference:
         """Zero when they are the same, NaN and infinity included."""
         return 0.0 if repr(self.recorded) == repr(self.replayed) else self.replayed - self.recorded
 
+    def is_rounding(self, tolerance: float) -> bool:
+        """Whether it is no more than `tolerance` of the metric. A maximum, which one token decides, tells nothing."""
+        if self.difference == 0.0 or (self.name.endswith("_max") and math.isfinite(self.difference)):
+            return True
+        if self.name in EXACT:
+            return math.isclose(self.recorded, self.replayed, rel_tol=1e-9)
+        return abs(self.difference) <= tolerance * max(abs(self.recorded), abs(self.replayed), SMALL)
+
 
 @dataclass
 class Replay:
@@ -42,6 +65,20 @@ class Replay:
     metrics: list[Difference]
     gradient_norms: dict[str, float]
     """Of each parameter, before clipping, in the step's last update; largest first."""
+    environment: dict[str, Any]
+    """Of the replay: device, processor, threads and versions of libraries."""
+    changed: list[str] | None
+    """What of it is another than when the replayed steps were trained; None = the record does not say."""
+    tolerance: float
+    """Largest difference that counts as rounding, as a share of a metric."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """`equal`: to the last bit. `rounding`: other last bits. `different`: the record, the weights or the code is
+        not what it was."""
+        if self.exact:
+            return "equal"
+        return "rounding" if all(metric.is_rounding(self.tolerance) for metric in self.metrics) else "different"
 
     @property
     def exact(self) -> bool:
@@ -52,7 +89,8 @@ class Replay:
 def replay(run: Path, step: int, device: str | None = None) -> Replay:
     """Train the steps from the checkpoint before `step` up to it again, from the recorded rollouts. Raises MRLError.
 
-    Rewards are taken from the record, so neither the dataset nor the reward functions are needed.
+    Rewards are taken from the record, so neither the dataset nor the reward functions are needed. Each step is computed
+    with as many threads as it was in the run.
     """
     recorded = {row["step"]: row for row in read_rows(run, "metrics")}
     if step not in recorded:
@@ -66,21 +104,57 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
     actor = ActorWorker(
         config.model.model_dump(), config.training.model_dump(), _total_steps(run), config.algorithm.model_dump()
     )
-    actor.initialize()
-    start = _begin_from_checkpoint(run, step, actor)
+    environments = _environments(run, recorded)
     temperature = config.generation.temperature
     metrics: dict[str, float] = {}
-    for number in range(start + 1, step + 1):
-        actor.keep_gradient_norms = number == step
-        groups = _groups(run, number)
-        samples = reference_samples(groups, config)  # all at once, as the run did: the last bits depend on it
-        for sample, logprobs in zip(samples, actor.reference_logprobs(samples, temperature), strict=True):
-            sample.reference_logprobs = logprobs
-        metrics = actor.train_step(make_batch(groups, config))
+    changed: dict[str, None] = {}
+    with _threads_kept() as set_threads:
+        set_threads(environments[min(recorded)].get("threads"))
+        facts = actor.initialize()
+        start = _begin_from_checkpoint(run, step, actor)
+        for number in range(start + 1, step + 1):
+            actor.keep_gradient_norms = number == step
+            set_threads(environments[number].get("threads"))
+            environment = computing_environment(actor.device)
+            changed |= dict.fromkeys(differences(environments[number], environment))
+            groups = _groups(run, number)
+            samples = reference_samples(groups, config)  # all at once, as the run did: the last bits depend on it
+            for sample, logprobs in zip(samples, actor.reference_logprobs(samples, temperature), strict=True):
+                sample.reference_logprobs = logprobs
+            metrics = actor.train_step(make_batch(groups, config))
     shown = [Difference(name, recorded[step][name], value) for name, value in metrics.items() if name in recorded[step]]
     norms = dict(sorted(actor.gradient_norms.items(), key=lambda item: -item[1]))
     actor.close()
-    return Replay(step, start, shown, norms)
+    tolerance = TOLERANCE.get(facts["forward_dtype"], COARSE) * math.sqrt(step - start)
+    known = all(environments[number] for number in range(start + 1, step + 1))
+    return Replay(step, start, shown, norms, environment, list(changed) if known else None, tolerance)
+
+
+def _environments(run: Path, recorded: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What each step was trained in, as far as the record has it: the run may have been resumed in between."""
+    starts = [row for row in read_rows(run, "events") if row["kind"] == "start"]
+    found = {}
+    for step, row in recorded.items():
+        before = [start for start in starts if start["time"] <= row["time"]]
+        found[step] = before[-1].get("environment", {}) if before else {}
+    return found
+
+
+@contextmanager
+def _threads_kept() -> Iterator[Any]:
+    """Gives a function that sets torch's number of threads (None = leaves it), and sets it back in the end."""
+    import torch
+
+    mine = torch.get_num_threads()
+
+    def set_threads(count: int | None) -> None:
+        if count is not None and count != torch.get_num_threads():
+            torch.set_num_threads(count)
+
+    try:
+        yield set_threads
+    finally:
+        set_threads(mine)
 
 
 def _config_for_replay(run: Path, device: str | None) -> OrchestratorConfig:

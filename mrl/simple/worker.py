@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mrl.config import OrchestratorConfig
+from mrl.environment import computing_environment
 from mrl.errors import CheckpointError, ConfigError, MRLError, TrainingError
 from mrl.models import autocast_dtype, load_classifier, load_model, load_tokenizer, pick_device
 from mrl.resume import random_state, set_random_state
@@ -28,6 +29,7 @@ from mrl.simple.recorder import Recorder
 from mrl.simple.trainers import TRAINERS
 from mrl.store.checkpoints import write_checkpoint
 from mrl.types import Task
+from mrl.workers.fixed_order import fixed_order
 from mrl.workers.lora import lora_config
 from mrl.workers.reward import RewardWorker
 
@@ -127,6 +129,7 @@ class SimpleWorker:
             "device": str(device),
             "forward_dtype": "bfloat16" if facts.bf16 else "float32",
             "total_steps": self.recorder.total_steps,
+            "environment": computing_environment(device),
             "trl": {
                 name: value for name, value in values.items() if isinstance(value, str | int | float | list | dict)
             },
@@ -172,7 +175,7 @@ class SimpleWorker:
     def _train(self) -> None:
         try:
             resume = None if self.resume_from is None else self._as_trl_checkpoint(self.resume_from)
-            with self._explained():
+            with self._explained(), fixed_order(self.trainer.args.device):
                 self.trainer.train(resume_from_checkpoint=resume)
         except BaseException as error:
             self.error = error

@@ -18,13 +18,13 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from mrl.config import OrchestratorConfig
+from mrl.environment import library_versions
 from mrl.errors import ConfigError, StoreError
 from mrl.store.export import write_rollouts
 from mrl.store.find import find_run, newest_checkpoint, runs_root
@@ -223,10 +223,4 @@ def _ignore(_: object) -> None:
 
 
 def _versions() -> dict[str, Any]:
-    libraries: dict[str, str | None] = {}
-    for name in ("mrl", "torch", "transformers", "peft", "datasets", "tokenizers", "numpy"):
-        try:
-            libraries[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            libraries[name] = None
-    return {"python": platform.python_version(), "machine": platform.platform(), "cpus": os.cpu_count(), **libraries}
+    return {"machine": platform.platform(), "cpus": os.cpu_count(), **library_versions()}

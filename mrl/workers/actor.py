@@ -21,12 +21,14 @@ from torch import Tensor
 
 from mrl.algorithms.kl import estimate_kl
 from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
+from mrl.environment import computing_environment
 from mrl.errors import TrainingError
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.sync.network import machine
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.workers.compiled import CompiledLayers, try_compiled
+from mrl.workers.fixed_order import fixed_order
 from mrl.workers.forward import Forward, evaluating
 from mrl.workers.gap_probe import Comparison, GapEvidence, GapProbe
 from mrl.workers.liger import apply_liger, check_liger
@@ -105,7 +107,8 @@ class ActorWorker:
         self.compiled: CompiledLayers | None = None
         notices = self.forward.notices
         if config.torch_compile:
-            self.compiled, problem = try_compiled(self.model, self.device)
+            with fixed_order(self.device):  # as it will run: under another switch it would be compiled again
+                self.compiled, problem = try_compiled(self.model, self.device)
             notices = [*notices, problem] if problem else notices
         self.dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
         return {
@@ -116,6 +119,7 @@ class ActorWorker:
             "full_logits": self.forward.head is None,
             "packing": self.forward.packs,
             "compiled": self.compiled is not None,
+            "environment": computing_environment(self.device),
             "notices": notices,
         }
 
@@ -250,7 +254,8 @@ class ActorWorker:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
-        with self.forward.attention(), self.compiled.active() if self.compiled else contextlib.nullcontext():
+        compiled = self.compiled.active() if self.compiled else contextlib.nullcontext()
+        with fixed_order(self.device), self.forward.attention(), compiled:
             for part in parts:
                 part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
                 part_loss.backward()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.logprobs import logprobs_from_logits
+from mrl.workers.gather import Gather, make_gather
 from mrl.workers.head import find_head
 from mrl.workers.packed_attention import Line, NotPackableError, make_line, use_packed_attention, watch_windows
 from mrl.workers.rows import Rows
@@ -20,11 +21,12 @@ from mrl.workers.rows import Rows
 @dataclass(frozen=True)
 class Layout:
     """Where each trained token of a micro-batch is predicted: token n is completion token `slot_N` of row `row_N`, and
-    the hidden state before it stands at `source_N`: of the line, or of its row where there is no line."""
+    `sources` fetches the hidden states before them: from the line, or where there is none, from the rows put end to
+    end."""
 
     row_N: Tensor
     slot_N: Tensor
-    source_N: Tensor
+    sources: Gather
     line: Line | None
 
 
@@ -102,7 +104,8 @@ class Forward:
     def _layout(self, rows: Rows) -> Layout:
         row_N, slot_N = rows.mask_BT.nonzero(as_tuple=True)
         if not self.packs:
-            return Layout(row_N, slot_N, rows.prompt_lengths_B[row_N] + slot_N - 1, None)
+            source_N = row_N * rows.ids_BL.shape[1] + rows.prompt_lengths_B[row_N] + slot_N - 1
+            return Layout(row_N, slot_N, make_gather(source_N.cpu().numpy(), self.device), None)
         # The last token predicts nothing that is asked for.
         line, places = make_line(
             [s.prompt_ids for s in rows.samples], [s.completion_ids[:-1] for s in rows.samples], self.device
@@ -113,7 +116,7 @@ class Forward:
                 for s, place in zip(rows.samples, places, strict=True)
             ]
         )
-        return Layout(row_N, slot_N, torch.from_numpy(source_N).to(self.device), line)
+        return Layout(row_N, slot_N, make_gather(source_N, self.device), line)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast_dtype is None:
@@ -175,4 +178,4 @@ def _inputs(rows: Rows, layout: Layout) -> dict[str, Any]:
 
 def _predicting(states: Tensor, layout: Layout) -> Tensor:
     """The states before each trained token: from B×L×H, or from a line's 1×N×H."""
-    return states[layout.row_N, layout.source_N] if layout.line is None else states[0, layout.source_N]
+    return layout.sources(states.flatten(0, 1))

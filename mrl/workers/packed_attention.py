@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from mrl.workers.gather import Gather, make_gather
+
 NAME = "mrl_packed"
 BLOCK_SHORTEST = 0.75
 """A block's shortest row has at least this share of its longest one's tokens; shorter rows start another block."""
@@ -37,12 +39,10 @@ class Line:
     positions_1N: Tensor
     blocks: list[tuple[int, int]]
     """(rows, longest) of each block. M is the sum of their products: the places in all blocks."""
-    token_M: Tensor
-    """Which token of the line stands at each place; 0 where a row is padded, on the right."""
-    place_N: Tensor
-    """One place of each token."""
-    others: list[tuple[Tensor, Tensor]]
-    """Further places of shared tokens: (tokens, places); no token twice in one pair."""
+    to_places: Gather
+    """N → M: which token of the line stands at each place; the first where a row is padded, on the right."""
+    to_line: Gather
+    """M → N: one place of each token."""
 
 
 def make_line(
@@ -69,24 +69,14 @@ def make_line(
         rows.append(np.concatenate([prompt_places[key], append(completion, len(prompt))]))
 
     blocks, token_M, filled_M = _blocks(rows)
-    (place_P,) = np.nonzero(filled_M)
-    order_P = np.argsort(token_M[place_P], kind="stable")
-    token_P, place_P = token_M[place_P][order_P], place_P[order_P]
-    time_P = np.arange(len(token_P)) - np.searchsorted(token_P, token_P)  # how often the token has come before
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
-
+    filled_P = np.nonzero(filled_M)[0]
+    first_N = filled_P[np.unique(token_M[filled_P], return_index=True)[1]]
     line = Line(
-        ids_1N=tensor(np.concatenate([np.asarray(part, dtype=np.int64) for part in ids]))[None],
-        positions_1N=tensor(np.concatenate(positions))[None],
+        ids_1N=torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])).to(device)[None],
+        positions_1N=torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(device)[None],
         blocks=blocks,
-        token_M=tensor(token_M),
-        place_N=tensor(place_P[time_P == 0]),
-        others=[
-            (tensor(token_P[time_P == time]), tensor(place_P[time_P == time]))
-            for time in range(1, int(time_P.max(initial=0)) + 1)
-        ],
+        to_places=make_gather(token_M, device, filled_M),
+        to_line=make_gather(first_N, device),
     )
     return line, rows
 
@@ -152,7 +142,7 @@ def packed_attention(
         outputs.append(output.reshape(rows * longest, -1))
         start = end
     output_MF = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output_MF.index_select(0, line.place_N).view(1, -1, query.shape[1], value.shape[3]), None
+    return line.to_line(output_MF).view(1, -1, query.shape[1], value.shape[3]), None
 
 
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
@@ -183,27 +173,9 @@ def use_packed_attention(config: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-class _Take(torch.autograd.Function):
-    """The line's tokens to their places. Its backward pass sums over the places of a token in a fixed order, where
-    torch's own would add them up in any order, and on CPU one by one."""
-
-    @staticmethod
-    def forward(ctx: Any, states_NF: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return states_NF.index_select(0, line.token_M)
-
-    @staticmethod
-    def backward(ctx: Any, grad_MF: Tensor) -> tuple[Tensor, None]:
-        grad_NF = grad_MF.index_select(0, ctx.line.place_N)
-        for tokens, places in ctx.line.others:
-            grad_NF[tokens] += grad_MF[places]
-        return grad_NF, None
-
-
 def _rows(states: Tensor, line: Line) -> Tensor:
     """[1, heads, N, D] → M × heads·D."""
-    result: Tensor = _Take.apply(states[0].transpose(0, 1).flatten(1), line)
-    return result
+    return line.to_places(states[0].transpose(0, 1).flatten(1))
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:

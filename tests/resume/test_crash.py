@@ -18,20 +18,21 @@ from safetensors.torch import load_file
 
 from mrl.store.checkpoints import list_checkpoints, newest_intact
 from mrl.store.run import read_rows
+from tests.conftest import build_model
 
 PHASES = ("start", "generate", "reward", "optimizer", "checkpoint", "database", "sync", "any")
 TASKS = [{"prompt": f"say {i}"} for i in range(7)]  # 7 tasks, 3 a step: epochs end within, and in shorter batches
 
 
 class Zygote:
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
         script = Path(__file__).parent / "zygote.py"
         self.process = subprocess.Popen(
             [sys.executable, str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ.copy(),
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
         )
 
     def train(self, options: dict[str, Any], kill: dict[str, Any] | None) -> dict[str, Any]:
@@ -49,6 +50,16 @@ def zygote() -> Iterator[Zygote]:
     made = Zygote()
     yield made
     made.process.kill()
+
+
+@pytest.fixture(scope="module")
+def busy_machine() -> Iterator[None]:
+    """Another process for each core wants it."""
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    yield
+    for other in others:
+        other.kill()
+        other.wait()
 
 
 def options_for(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -208,3 +219,18 @@ def test_fifty_kills_over_a_run(zygote: Zygote, tiny_model: str, tmp_path: Path)
 def test_kills_in_other_kinds_of_runs(zygote: Zygote, tiny_model: str, tmp_path: Path, changes: dict[str, Any]) -> None:
     died = check(zygote, tiny_model, tmp_path, kills=15, seed=3, max_steps=150, **changes)
     assert sum(died.values()) == 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("threads", [2, 4])
+def test_kills_on_a_busy_machine(busy_machine: None, tmp_path: Path, threads: int) -> None:
+    """Steps so large that torch divides their sums among its threads, which are stopped at any moment."""
+    model = str(build_model(tmp_path / "model", hidden_size=128))
+    zygote = Zygote(threads)
+    size = {"batch_size": 4, "num_generations": 8, "max_completion_length": 24}
+    try:
+        died = check(zygote, model, tmp_path, kills=3, seed=4, max_steps=12, **size)
+    finally:
+        zygote.process.kill()
+    assert sum(died.values()) == 3

@@ -138,13 +138,13 @@ def test_a_line_holds_every_row_and_each_prompt_once(rows: list[tuple[int, int]]
     for prompt, completion, place in zip(given_prompts, completions, places, strict=True):
         assert line.ids_1N[0, place].tolist() == prompt + completion
         assert line.positions_1N[0, place].tolist() == list(range(len(place)))
-    assert len(line.token_M) == sum(rows * longest for rows, longest in line.blocks)
-    assert torch.equal(line.token_M[line.place_N], torch.arange(line.ids_1N.shape[1]))
-    for tokens, where in line.others:
-        assert torch.equal(line.token_M[where], tokens)
-        assert len(set(tokens.tolist())) == len(tokens)
-    known = len(line.place_N) + sum(len(where) for _, where in line.others)
-    assert known == sum(map(len, places))
+    token_M, place_N = line.to_places.row_P, line.to_line.row_P
+    assert len(token_M) == sum(rows * longest for rows, longest in line.blocks)
+    assert torch.equal(token_M[place_N], torch.arange(line.ids_1N.shape[1]))
+    for tokens_R, places_RK in line.to_places.back:
+        assert (token_M[places_RK] == tokens_R[:, None]).all()
+    known = torch.cat([places_RK.flatten() for _, places_RK in line.to_places.back])
+    assert len(known) == len(set(known.tolist())) == sum(map(len, places))
 
 
 def make_ragged() -> Rows:
