@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from mrl.config import OrchestratorConfig
 from mrl.errors import CheckpointError, ConfigError
 from mrl.store.checkpoints import prune
 from mrl.store.run import RunStore
+
+KINDS = ("eval", "reward", "train")
+"""Of metrics that not every step has."""
 
 
 class Checkpointing:
@@ -25,7 +29,8 @@ class Checkpointing:
         self.config, self.actor, self.store, self.note = config, actor, store, note
         self.written = 0
         self.best: dict[str, Any] | None = None
-        """Metric, value and step of the best one so far."""
+        """Metric, value and step of the best one so far (`best_so_far`)."""
+        self._best_before: dict[str, Any] | None = None
         self._writing: int | None = None
 
     def path(self) -> Path | None:
@@ -74,6 +79,8 @@ class Checkpointing:
             prune(self.store.folder, self.config.training.save_total_limit, protect)
 
     def _failed(self, step: int, error: CheckpointError, *, must: bool) -> None:
+        if self._writing is not None and self.best is not None and self.best["step"] == self._writing:
+            self.best = self._best_before  # it is not there to be named
         self._writing = None
         self.store.event("checkpoint_failed", str(error), step=step)
         if must or self.config.training.checkpoint_errors == "stop":
@@ -81,11 +88,31 @@ class Checkpointing:
         self.note(f"step {step}: {error}. Going on without it (checkpoint_errors: continue)")
 
     def _update_best(self, step: int, metrics: dict[str, float]) -> None:
-        name = self.config.training.best_metric
-        if name is None:
-            return
-        sign, name = (-1.0, name[1:]) if name.startswith("-") else (1.0, name)
-        if name not in metrics:
+        self._best_before = self.best
+        self.best = best_so_far(self.best, self.config.training.best_metric, step, metrics)
+
+
+def best_so_far(
+    best: dict[str, Any] | None, wanted: str | None, step: int, metrics: dict[str, float]
+) -> dict[str, Any] | None:
+    """Metric, value and step of the best checkpoint by `best_metric` (`wanted`), now that there is one of `step`.
+
+    metrics: what was measured at this very step. Without the metric among them it is no candidate: no evaluation was
+    due, or the step taught nothing. Raises ConfigError where it was due and there is no such metric.
+    """
+    if wanted is None:
+        return best
+    name, smaller = wanted.removeprefix("-"), wanted.startswith("-")
+    if best is not None and (best["metric"], best.get("smaller", smaller)) != (name, smaller):
+        best = None  # a resumed run may have another `best_metric`
+    if name not in metrics:
+        kind, _, _ = name.partition("/")
+        measured = any(other.startswith(f"{kind}/") for other in metrics) or kind not in KINDS
+        idle = kind == "train" and not metrics.get("train/tokens", 1.0)
+        if best is None and measured and not idle:
             raise ConfigError(f"best_metric: there is no metric {name!r} at step {step}; known: {', '.join(metrics)}")
-        if self.best is None or sign * metrics[name] > sign * self.best["value"]:
-            self.best = {"metric": name, "value": metrics[name], "step": step}
+        return best
+    value = metrics[name]
+    if math.isnan(value) or (best is not None and (value >= best["value"] if smaller else value <= best["value"])):
+        return best
+    return {"metric": name, "smaller": smaller, "value": value, "step": step}

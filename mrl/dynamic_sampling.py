@@ -14,7 +14,7 @@ async def refill(
 ) -> int:
     """Call `attempt(missing, round)`, at most `rounds` times, until `count()` reaches `target`. Returns rounds used.
 
-    Rounds count from 1. `attempt` may try fewer tasks than are missing (an epoch ends there).
+    Rounds count from 1.
     """
     for number in range(1, rounds + 1):
         missing = target - count()

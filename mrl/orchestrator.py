@@ -181,6 +181,7 @@ class Orchestrator(RecordedRun):
         metrics = rollout_metrics(groups, self.config, prefix="eval")
         self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self.eval_metrics["time/eval"] = perf_counter() - start
+        self.eval_step = self.step
         self.store.write_eval(self.step, self.eval_metrics, groups)
         self.trackers.log(self.step, self.eval_metrics)
         self.watch.look_at_evaluation(self.step, groups)
@@ -198,7 +199,7 @@ class Orchestrator(RecordedRun):
             "in_flight": self.stream.state_dict(),
         }
         served = None if self._just_synced() else self.sync.served() or self.served
-        known = self.metrics | self.eval_metrics
+        known = self.metrics | (self.eval_metrics if self.eval_step == self.step else {})
         await self.checkpoints.write(self.step, state, known, served=served, last=last)
 
     # --- starting ---------------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ class Orchestrator(RecordedRun):
         kept = {name: value for name, value in self.point.state["order"].items() if name not in allowed}
         order.load_state_dict(mine | kept)
         set_random_state(self.point.state["random"])
-        self.stream.load_state_dict(self.point.state["in_flight"], tasks)
+        self.stream.load_state_dict(self.point.checkpoint.in_flight, tasks)
         self.gap_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
 
     # --- small things -----------------------------------------------------------------------------------------------

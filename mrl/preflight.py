@@ -226,9 +226,10 @@ def _drawn(config: OrchestratorConfig, count: int) -> list[int]:
 
 
 def total_steps(config: OrchestratorConfig, tasks: int) -> int:
-    """Steps of the whole run: `max_steps`, or what `num_epochs` takes."""
-    steps_per_epoch = -(-tasks // config.training.batch_size)
-    return config.training.max_steps if config.training.max_steps > 0 else config.training.num_epochs * steps_per_epoch
+    """Steps of the whole run: `max_steps`, or as many whole batches as it takes to attempt every task `num_epochs`
+    times."""
+    training = config.training
+    return training.max_steps if training.max_steps > 0 else -(-training.num_epochs * tasks // training.batch_size)
 
 
 def check_disk(folder: Path, parameters: int, copies: int) -> None:

@@ -66,13 +66,16 @@ class Producer:
 
     async def _refill(self, ticket: Ticket) -> None:
         """Attempt further tasks until a batch of the ticket's groups teaches something."""
+        drawn = set(ticket.indices)
 
         async def attempt(missing: int, number: int) -> None:
             # What cannot be scored is not helped by more of it.
             check_failures(ticket.groups, self.config, ticket.step)
             # The round is part of the seed: in a small dataset the same task may come again within a step.
             seed = derive_seed(self._seed, "rollout", ticket.step, number)
-            await self._score(ticket, await self._attempt(ticket, self.order.next_batch(missing), seed))
+            indices = self.order.next_batch(missing, avoid=drawn)
+            drawn.update(indices)
+            await self._score(ticket, await self._attempt(ticket, indices, seed))
 
         ticket.resamples = await refill(
             lambda: len(teaching_groups(ticket.groups, self.config)),

@@ -87,6 +87,8 @@ class RecordedRun:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
+        self.eval_step: int | None = None
+        """Step after which they were measured."""
         self.watch = RunWatch(config, run_dir, self._warn)
 
     async def run(self) -> RunResult:

@@ -41,6 +41,9 @@ MAY_CHANGE = frozenset(
 )
 """Options that may differ when a run is resumed without making it another run."""
 
+NEVER = frozenset({"mode", "algorithm", "use_lora", "lora_r", "lora_target_modules"})
+"""Options that `allow_change` does not help: what checkpoints hold has the shape that they give it."""
+
 
 @dataclass(frozen=True)
 class ResumePoint:
@@ -122,6 +125,15 @@ def check_same_run(run: Path, config: OrchestratorConfig) -> None:
     unknown = set(config.run.allow_change) - set(now)
     if unknown:
         raise ConfigError(f"allow_change: there is no option {', '.join(sorted(unknown))}")
+    # TRL's trainers count in updates.
+    never = NEVER | ({"num_iterations"} if now["mode"] == "simple" else set())
+    shapes = [name for name in sorted(never) if _comparable(before.get(name)) != _comparable(now[name])]
+    if shapes:
+        listed = ", ".join(f"{name}: {before.get(name)!r} -> {now[name]!r}" for name in shapes)
+        raise ConfigError(
+            f"{run}: its checkpoints do not fit these options ({listed}), whatever allow_change says; leave them as "
+            f"they were, or start a new run from its newest checkpoint: model: {run}"
+        )
     changed = [name for name in now if name not in allowed and _comparable(before.get(name)) != _comparable(now[name])]
     if config.training.lr_scheduler_type != "constant":
         changed += [n for n in ("max_steps", "num_epochs") if n not in config.run.allow_change and before[n] != now[n]]

@@ -16,14 +16,15 @@ from typing import Any, Literal
 
 from mrl.config.overlap import OverlapConfig
 from mrl.data import TaskOrder
-from mrl.store.read import DROPPED
+from mrl.errors import ConfigError
+from mrl.store.read import DROPPED, UNUSED
 from mrl.store.rows import jsonable
 from mrl.types import Group, Rollout, Sample, Task
 
 _STORED = ("step", "number", "indices", "epoch", "again", "version", "ended")
 """Of every ticket in a checkpoint."""
 
-Stage = Literal["waiting", "generating", "generated", "done"]
+Stage = Literal["waiting", "generating", "generated", "done", "failed"]
 
 
 @dataclass(eq=False)
@@ -38,7 +39,7 @@ class Ticket:
     """Of the tasks."""
     epoch: float
     again: int = 0
-    """Above 0: drawn in the place of a group that was dropped; part of its seed."""
+    """Above 0: drawn in the place of a group that was dropped, or once more for the same step; part of its seed."""
     groups: list[Group] = field(default_factory=list)
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """What reward functions logged, with the number of rollouts."""
@@ -63,9 +64,10 @@ class Taken:
 
     tickets: list[Ticket]
     dropped: list[Group]
-    """Since the last step: what was too old to be trained on, as far as it was generated."""
+    """Since the last step: what was generated and no step trains on; its rollouts say why."""
     counts: dict[str, int]
-    """Since the last step: groups that were `dropped`, and that were `stopped` to be begun anew."""
+    """Since the last step: groups that were `dropped` for their age, that were generated and `unused` because the step
+    had enough, and that were `stopped` before that. The latter two are begun anew."""
 
     @property
     def groups(self) -> list[Group]:
@@ -111,7 +113,7 @@ class Stream:
         self.tickets: list[Ticket] = []
         """Drawn and not handed out yet, in order."""
         self.dropped: list[Group] = []
-        self.counts = {"dropped": 0, "stopped": 0}
+        self.counts = _no_counts()
         self.draws_again = self.endings = 0
         self.news = asyncio.Event()
 
@@ -165,11 +167,12 @@ class Stream:
         if self.overlap.async_mode == "off":  # nothing is generated while the actor trains
             self._stop_the_rest()
         result = Taken(sorted(taken, key=lambda ticket: ticket.number), self.dropped, self.counts)
-        self.dropped, self.counts = [], {"dropped": 0, "stopped": 0}
+        self.dropped, self.counts = [], _no_counts()
         return result
 
     async def quiet(self) -> None:
-        """Return when nothing is being sampled, so that the weights can change between completions.
+        """Return when nothing is being sampled, so that the weights can change between completions. Never raises: what
+        has failed is raised when its step comes.
 
         With a surplus, what is not needed for the next step is stopped as soon as the rest has ended.
         """
@@ -224,11 +227,13 @@ class Stream:
         }
 
     def load_state_dict(self, state: dict[str, Any], tasks: list[Task]) -> None:
-        """Go on from `state_dict`. tasks: those that indices refer to."""
+        """Go on from `state_dict`. tasks: those that indices refer to. Raises ConfigError when options or tasks changed
+        so that what is in flight cannot be gone on with."""
         self.drawn, self.numbers, self.draws_again = state["drawn"], state["numbers"], state["draws_again"]
         self.sizes = {int(step): size for step, size in state["sizes"].items()}
         by_id = {task.id: task for task in tasks}
         for stored in state["tickets"]:
+            self._check_stored(stored, len(tasks), by_id)
             stored = dict(stored)
             groups = stored.pop("groups", None)
             stored["logged"] = [(count, metrics) for count, metrics in stored.get("logged", [])]
@@ -243,6 +248,19 @@ class Stream:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
+    def _check_stored(self, stored: dict[str, Any], tasks: int, known: dict[str, Task]) -> None:
+        of_step = self.sizes.get(stored["step"])
+        if len(stored["indices"]) > 1 if self.overlap.by_group else len(stored["indices"]) != of_step:
+            raise ConfigError(
+                "cannot resume: the checkpoint holds groups in flight, which with these options (async_mode, "
+                "max_staleness, over_sampling) are begun otherwise than they were; resume with the options as they were"
+            )
+        if max(stored["indices"]) >= tasks or any(group["task"] not in known for group in stored.get("groups", [])):
+            raise ConfigError(
+                "cannot resume: the checkpoint holds groups in flight of tasks that the dataset no longer has; restore "
+                "it, or start a new run"
+            )
+
     async def _work(self, ticket: Ticket) -> None:
         def generated() -> None:
             ticket.stage = "generated"
@@ -252,6 +270,9 @@ class Stream:
             await self.produce(ticket, generated)
             self.endings += 1
             ticket.stage, ticket.ended = "done", self.endings
+        except Exception:
+            ticket.stage = "failed"  # nobody waits for it any more; its step raises the error
+            raise
         finally:
             self.news.set()
 
@@ -280,14 +301,21 @@ class Stream:
             epoch = self.order.epoch + self.order.position / self.order.num_tasks
             indices = self.order.next_batch()
             self.sizes[self.drawn] = len(indices)
-            for own in [[index] for index in indices] if self.overlap.by_group else [indices]:
-                self._add(Ticket(self.drawn, 0, own, epoch))
+            if not self.overlap.by_group:
+                self._add(Ticket(self.drawn, 0, indices, epoch))
+                continue
+            for place, index in enumerate(indices):
+                # In a dataset smaller than a batch a task comes twice: a ticket of its own, with a seed of its own.
+                repeated = index in indices[:place]
+                self.draws_again += repeated
+                self._add(Ticket(self.drawn, 0, [index], epoch, again=self.draws_again if repeated else 0))
 
     def _draw_again(self, step: int) -> None:
         """One more task for a step."""
         self.draws_again += 1
         epoch = self.order.epoch + self.order.position / self.order.num_tasks
-        self._add(Ticket(step, 0, self.order.next_batch(1), epoch, again=self.draws_again))
+        has = {index for ticket in self.tickets if ticket.step == step for index in ticket.indices}
+        self._add(Ticket(step, 0, self.order.next_batch(1, avoid=has), epoch, again=self.draws_again))
 
     def _add(self, ticket: Ticket) -> None:
         self.numbers += 1
@@ -299,7 +327,7 @@ class Stream:
         too long again."""
         if not self.overlap.by_group or self.overlap.stale_rollouts == "correct":
             return
-        for ticket in [t for t in self.tickets if t.stage != "waiting"]:
+        for ticket in [t for t in self.tickets if t.stage not in ("waiting", "failed")]:
             behind = version - (ticket.oldest() if ticket.stage == "done" else ticket.version)
             if behind <= self.overlap.ahead:
                 continue
@@ -310,10 +338,8 @@ class Stream:
             if ticket.work is not None:
                 ticket.work.cancel()
             self.counts["dropped"] += 1
-            why = f"{DROPPED}sampled by weights {behind} versions old (max_staleness: {self.overlap.ahead})"
-            for rollout in (rollout for group in ticket.groups for rollout in group.rollouts):
-                rollout.fail(why)
-            self.dropped += ticket.groups
+            bound = f"max_staleness: {self.overlap.ahead}"
+            self._leave_out(ticket, f"{DROPPED}sampled by weights {behind} versions old ({bound})")
             self._draw_again(ticket.step)
 
     def _stop_the_rest(self) -> None:
@@ -321,12 +347,19 @@ class Stream:
             self._begin_anew(ticket)
 
     def _begin_anew(self, ticket: Ticket) -> None:
-        """Give up what is under way; the same tasks wait again."""
+        """Give up what is under way, or has ended too late; the same tasks wait again."""
         if ticket.work is not None:
             ticket.work.cancel()
         again = Ticket(ticket.step, ticket.number, ticket.indices, ticket.epoch, ticket.again)
         self.tickets[self.tickets.index(ticket)] = again
-        self.counts["stopped"] += len(ticket.indices)
+        self.counts["unused" if ticket.groups else "stopped"] += len(ticket.indices)
+        self._leave_out(ticket, f"{UNUSED}it ended when its step had enough groups (over_sampling) and is begun anew")
+
+    def _leave_out(self, ticket: Ticket, why: str) -> None:
+        """Keep what was generated for the record; no step trains on it."""
+        for rollout in (rollout for group in ticket.groups for rollout in group.rollouts):
+            rollout.fail(why)
+        self.dropped += ticket.groups
 
 
 def versions(group: Group) -> list[int]:
@@ -352,6 +385,10 @@ def staleness(groups: list[Group], version: int) -> dict[str, float]:
         "rollout/staleness_mean": sum(lag * count for lag, count in behind) / tokens,
         "rollout/staleness_max": float(max(lag for lag, _ in behind)),
     }
+
+
+def _no_counts() -> dict[str, int]:
+    return {"dropped": 0, "unused": 0, "stopped": 0}
 
 
 def _outcome(ticket: Ticket) -> dict[str, Any]:

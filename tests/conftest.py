@@ -73,6 +73,34 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build_model(tmp_path_factory.mktemp("models") / "untied", tied=False, chat=False))
 
 
+@pytest.fixture(scope="session")
+def experts_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random Qwen3 with a mixture of experts, which transformers holds in one tensor a layer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer, folder = AutoTokenizer.from_pretrained(tiny_model), tmp_path_factory.mktemp("models") / "experts"
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 VLLM_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 """vLLM's attention on CPU wants heads of 32."""
 

@@ -16,6 +16,7 @@ from mrl.config import ModelConfig
 from mrl.engines.transformers import TransformersEngine
 from mrl.errors import ConfigError
 from mrl.recorded_run import RunResult
+from mrl.replay import replay
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
@@ -183,8 +184,14 @@ def test_vllm_takes_new_weights_in_the_middle_of_completions(
 def test_over_sampling_takes_those_that_end_first(tiny_model: str, tmp_path: Path) -> None:
     train(tiny_model, tmp_path, over_sampling=2.0, max_completion_length=24)
     rows = list(read_rows(tmp_path, "metrics"))
-    assert sum(row["rollout/stopped_groups"] for row in rows) > 0
+    assert sum(row["rollout/stopped_groups"] + row["rollout/unused_groups"] for row in rows) > 0
     assert all(row["rollout/staleness_max"] == 0 for row in rows)
+    unused = [
+        r for r in rollouts(tmp_path) if (r["error"] or "").startswith("unused: it ended when its step had enough")
+    ]
+    assert len(unused) == 3 * sum(row["rollout/unused_groups"] for row in rows)
+    step = max((rollout["step"] for rollout in unused), default=1)
+    assert replay(tmp_path, step).exact, "what was not used plays no part"
     assert all(row["train/logprob_gap_max"] < 1e-4 for row in rows if "train/logprob_gap_max" in row)
 
 
@@ -209,7 +216,7 @@ def test_an_interrupted_queue_goes_on_with_what_was_in_flight(tiny_model: str, t
         counts[rollout["task_id"]] = counts.get(rollout["task_id"], 0) + 1
     dropped = sum(row["rollout/dropped_groups"] for row in read_rows(tmp_path, "metrics"))
     if not dropped:
-        assert sorted(counts.values()) == [6] * 7  # eight steps are two epochs of 7 tasks, 3 generations each
+        assert sorted(counts.values()) == [6] * 5 + [9] * 2  # 16 groups: two epochs of 7 tasks and 2 of the third
 
 
 @pytest.mark.parametrize(

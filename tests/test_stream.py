@@ -13,10 +13,12 @@ import pytest
 
 from mrl.config import OverlapConfig
 from mrl.data import TaskOrder
-from mrl.errors import RewardError
+from mrl.errors import ConfigError, RewardError
 from mrl.stream import Stream, Taken, Ticket, staleness
 from mrl.types import Group, Rollout, Sample, Task
 
+ORDER = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1], [2, 3, 4], [5, 6, 7]]
+"""Of ten tasks, three by three."""
 TASKS = [Task(f"t{i}", f"prompt {i}") for i in range(10)]
 
 
@@ -59,6 +61,11 @@ class World:
         return taken
 
 
+async def train_on(world: World, steps: range) -> None:
+    for step in steps:
+        await world.train(step)
+
+
 def ids(taken: Taken) -> list[int]:
     return [int(group.task.id[1:]) for group in taken.groups]
 
@@ -66,10 +73,10 @@ def ids(taken: Taken) -> list[int]:
 async def test_off_begins_a_step_when_the_one_before_was_trained() -> None:
     world = World(OverlapConfig())
     for step in range(1, 7):
-        assert len(world.begun) == sum((3, 3, 3, 1, 3, 3)[: step - 1]), "nothing runs ahead"
+        assert len(world.begun) == 3 * (step - 1), "nothing runs ahead"
         taken = await world.train(step)
         assert staleness(taken.groups, step - 1)["rollout/staleness_max"] == 0
-        assert ids(taken) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9], [0, 1, 2], [3, 4, 5]][step - 1]
+        assert ids(taken) == ORDER[step - 1]
     assert world.stream.state_dict()["tickets"] == []
 
 
@@ -77,10 +84,10 @@ async def test_pipeline_generates_the_next_step_while_one_trains() -> None:
     world = World(OverlapConfig(async_mode="pipeline"))
     for step in range(1, 7):
         taken = await world.train(step, seconds=0.01)
-        assert ids(taken) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9], [0, 1, 2], [3, 4, 5]][step - 1]
+        assert ids(taken) == ORDER[step - 1]
         ages = {step - 1 - v for group in taken.groups for v in versions_of(group)}
         assert ages == ({0} if step == 1 else {1})
-    assert len(world.begun) == 16, "nothing is begun that no step will train on"
+    assert len(world.begun) == 18, "nothing is begun that no step will train on"
 
 
 async def test_pipeline_steps_get_their_own_groups_even_if_a_later_one_is_scored_first() -> None:
@@ -102,7 +109,7 @@ async def test_queue_keeps_its_bound_and_loses_nothing(seed: int, ahead: int, ov
     dropped = 0
     for step in range(1, 21):
         taken = await world.train(step, seconds=rng.choice([0.0, 0.004]), in_flight=True)
-        assert 1 <= len(taken.groups) <= 3
+        assert len(taken.groups) == 3
         assert staleness(taken.groups, step - 1)["rollout/staleness_max"] <= ahead
         assert [t.number for t in taken.tickets] == sorted(t.number for t in taken.tickets)
         trained += ids(taken)
@@ -111,7 +118,7 @@ async def test_queue_keeps_its_bound_and_loses_nothing(seed: int, ahead: int, ov
     drawn = world.order.epoch * len(TASKS) + world.order.position
     assert len(trained) + dropped == drawn
     if not dropped:
-        assert set(Counter(trained).values()) == {5}
+        assert set(Counter(trained).values()) == {6}
 
 
 async def test_queue_takes_what_ends_first_and_carries_the_rest() -> None:
@@ -156,9 +163,45 @@ async def test_over_sampling_stops_the_slow_ones_and_begins_them_anew() -> None:
     taken = await world.train(1, seconds=0.01)
     assert ids(taken) == [0, 3, 4]
     assert world.begun == [(index, 0) for index in range(5)]
-    assert staleness((await world.train(2)).groups, 1)["rollout/staleness_max"] == 0
+    second = await world.train(2)
+    assert staleness(second.groups, 1)["rollout/staleness_max"] == 0
+    assert (taken.counts["stopped"], second.counts["unused"]) == (2, 0), "what was stopped had nothing to show"
     assert world.begun[5:7] == [(1, 1), (2, 1)], "the same tasks again, under the new weights"
     assert all(version == 1 for _, version in world.begun[5:])
+
+
+async def test_over_sampling_hands_over_what_ended_too_late() -> None:
+    """All end at once: three are trained on, the other two are for the record, and begun anew."""
+    world = World(OverlapConfig(over_sampling=1.4), steps=4)
+    first = await world.train(1, seconds=0.01)
+    assert first.dropped == []
+    second = await world.train(2)
+    assert [group.task.id for group in second.dropped] == ["t3", "t4"]
+    assert (second.counts["unused"], second.counts["dropped"]) == (2, 0)
+    late = second.dropped[0].rollouts[0]
+    assert late.status == "failed"
+    assert "unused: it ended when its step had enough groups" in (late.error or "")
+    assert ids(second) == [3, 4, 5], "sampled again"
+
+
+async def test_a_dataset_smaller_than_a_batch_has_a_seed_for_each_attempt() -> None:
+    world = World(OverlapConfig(async_mode="queue"), batch=25, steps=1)
+    world.stream.advance(0, 0)
+    assert len({(ticket.indices[0], ticket.again) for ticket in world.stream.tickets}) == 25
+    await world.stream.close()
+
+
+@pytest.mark.parametrize("modes", [("queue", "pipeline"), ("pipeline", "queue")])
+async def test_what_is_in_flight_is_not_gone_on_with_in_another_way(modes: tuple[str, str]) -> None:
+    world = World(OverlapConfig(async_mode=modes[0]))
+    world.stream.advance(0, 0)
+    state = world.stream.state_dict()
+    await world.stream.close()
+    overlap = OverlapConfig(async_mode=modes[1])
+    with pytest.raises(ConfigError, match="groups in flight, which with these options"):
+        World(overlap).stream.load_state_dict(state, TASKS)
+    with pytest.raises(ConfigError, match="of tasks that the dataset no longer has"):
+        world.stream.load_state_dict(state, TASKS[:2])
 
 
 async def test_a_surplus_does_not_keep_replacements_waiting() -> None:
@@ -185,22 +228,28 @@ async def test_groups_that_teach_nothing_are_replaced_up_to_a_bound() -> None:
     await hopeless.stream.close()
 
 
+@pytest.mark.parametrize("when", ["generating", "scoring"])
 @pytest.mark.parametrize("mode", ["pipeline", "queue"])
-async def test_a_failed_attempt_is_raised_when_the_step_comes(mode: str) -> None:
-    world = World(OverlapConfig(async_mode=mode))
+async def test_a_failed_attempt_is_raised_when_the_step_comes(mode: str, when: str) -> None:
+    """Nothing waits for it meanwhile, neither before a step's weights are sent nor with what else runs ahead."""
+    world = World(OverlapConfig(async_mode=mode, **({"in_flight_updates": False} if mode == "queue" else {})))
     original = world.produce
 
     async def produce(ticket: Ticket, generated: Callable[[], None]) -> None:
+        if when == "generating" and 4 in ticket.indices:
+            raise RewardError("no such column")
         await original(ticket, generated)
         if 4 in ticket.indices:
             raise RewardError("no such column")
 
     world.stream.produce = produce
-    if mode == "pipeline":
-        await world.train(1, seconds=0.01)  # it has its own batch
-    with pytest.raises(RewardError, match="no such column"):
-        await world.train(2 if mode == "pipeline" else 1)
-    assert world.stream.unused(), "what was generated can still be written down"
+    async with asyncio.timeout(10):
+        if mode == "pipeline":
+            await world.train(1, seconds=0.01)  # it has its own batch
+        with pytest.raises(RewardError, match="no such column"):
+            await train_on(world, range(2 if mode == "pipeline" else 1, 4))
+        await world.stream.quiet()
+    assert world.stream.unused() or when == "generating", "what was generated can still be written down"
     await world.stream.close()
 
 

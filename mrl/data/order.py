@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from typing import Any
 
 from mrl.errors import DataError
 from mrl.types import derive_seed
@@ -11,8 +13,10 @@ from mrl.types import derive_seed
 class TaskOrder:
     """Hands out indices of tasks, batch by batch, each epoch in another seeded order.
 
-    num_tasks: size of the dataset. batch_size: tasks per step; the last batch of an epoch may be shorter, so that every
-    task is taken exactly once per epoch. Epoch e is a function of (seed, e) alone, which is why two integers resume it.
+    num_tasks: size of the dataset. batch_size: tasks per step. Every task is taken exactly once per epoch, and every
+    batch is whole: where an epoch ends within it, it goes on with the next one's order. A task of the next epoch that
+    the batch already has is put off to the batch after it; only a dataset smaller than a batch repeats tasks within
+    one. Epoch e's order is a function of (seed, e) alone, so two integers and what is put off resume it.
     Raises DataError for an empty dataset, ValueError for a batch size below 1.
     """
 
@@ -25,7 +29,7 @@ class TaskOrder:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self._start(epoch=0, position=0)
+        self._start(epoch=0)
 
     @property
     def epoch(self) -> int:
@@ -37,30 +41,29 @@ class TaskOrder:
         """Tasks of this epoch already handed out, in [0, num_tasks)."""
         return self._position
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches in one epoch, the shorter last one included."""
-        return -(-self.num_tasks // self.batch_size)
-
-    def next_batch(self, count: int | None = None) -> list[int]:
-        """Indices of the next tasks: `count` of them (None: `batch_size`), or what is left of the epoch."""
-        batch = self._indices[self._position : self._position + (self.batch_size if count is None else count)]
-        self._position += len(batch)
-        if self._position == self.num_tasks:
-            self._start(epoch=self._epoch + 1, position=0)
+    def next_batch(self, count: int | None = None, avoid: Iterable[int] = ()) -> list[int]:
+        """Indices of the next `count` tasks (None: `batch_size`). avoid: tasks that the step has, put off likewise."""
+        batch: list[int] = []
+        seen = set(avoid)
+        for _ in range(self.batch_size if count is None else count):
+            if len(seen) >= self.num_tasks:
+                seen.clear()  # every task once more
+            batch.append(self._next(seen))
+            seen.add(batch[-1])
         return batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Where it stands, as plain integers."""
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, as plain data."""
         return {
             "epoch": self._epoch,
             "position": self._position,
+            "put_off": list(self._put_off),
             "num_tasks": self.num_tasks,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`. The batch size may differ; what determines the order may not (DataError)."""
         mine = self.state_dict()
         for name in ("num_tasks", "seed", "shuffle"):
@@ -69,14 +72,39 @@ class TaskOrder:
                     f"cannot resume: {name} was {state[name]} and is now {mine[name]}, so tasks would be skipped or "
                     f"repeated. Resume with the same dataset, seed and shuffle, or start a new run"
                 )
+        put_off = list(state.get("put_off", []))  # older checkpoints have none
         if state["epoch"] < 0 or not 0 <= state["position"] < self.num_tasks:
             raise DataError(
                 f"cannot resume: epoch {state['epoch']}, position {state['position']} lies outside the dataset"
             )
-        self._start(epoch=state["epoch"], position=state["position"])
+        self._start(state["epoch"], state["position"], put_off)
 
-    def _start(self, epoch: int, position: int) -> None:
+    def _next(self, seen: set[int]) -> int:
+        """The first task left of this epoch that is not among `seen`; those before it are put off. If all are among
+        them: the first one."""
+        index = next((index for index in self._put_off if index not in seen), None)
+        if index is None:
+            start = self._position + len(self._put_off)
+            place = next((p for p in range(start, self.num_tasks) if self._indices[p] not in seen), None)
+            if place is not None:
+                self._put_off += self._indices[start:place]
+                index = self._indices[place]
+            else:
+                index = self._put_off[0] if self._put_off else self._indices[start]
+        if index in self._put_off:
+            self._put_off.remove(index)
+        self._position += 1
+        if self._position == self.num_tasks:
+            self._start(self._epoch + 1)
+        return index
+
+    def _start(self, epoch: int, position: int = 0, put_off: list[int] | None = None) -> None:
         self._epoch, self._position = epoch, position
         self._indices = list(range(self.num_tasks))
         if self.shuffle:
             random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(self._indices)
+        put_off = put_off or []
+        passed = self._indices[: position + len(put_off)]
+        # Those of an epoch in another order (a seed that was allowed to change) have their place in this one.
+        self._put_off = put_off if set(put_off) <= set(passed) else []
+        """Tasks of this epoch that were passed over; they come first."""

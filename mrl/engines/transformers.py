@@ -15,6 +15,7 @@ import torch
 from mrl.engines.decode_calls import Call, DecodeThread
 from mrl.engines.decode_queue import Job, Limits, jobs_of
 from mrl.engines.decode_step import StepKind
+from mrl.engines.hub_names import to_hub
 from mrl.engines.requests import check_request, check_sequence, eos_ids
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers_decode import decode
@@ -157,13 +158,14 @@ class TransformersEngine:
         return self._thread.sampled
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live tensors by their Hugging Face names, tied ones under each name. EngineError with a PEFT adapter,
-        whose merged tensors exist nowhere."""
+        """Its tensors by their Hugging Face names, tied ones under each name: the live ones, but for what files have in
+        other shapes. EngineError with a PEFT adapter, whose merged tensors exist nowhere."""
         if self._lm is None:
             raise EngineError("the engine is closed")
         if self._lm.inner is not self._lm.module:
             raise EngineError("a model with a PEFT adapter has no tensors of its merged weights to show")
-        return {name: tensor.detach() for name, tensor in self._lm.inner.state_dict().items()}
+        inner = self._lm.inner
+        return to_hub(inner, {name: tensor.detach() for name, tensor in inner.state_dict().items()})
 
     def close(self) -> None:
         """End running calls with EngineError, then let go of model and thread. Calling it twice is allowed."""

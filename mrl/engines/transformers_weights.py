@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from mrl.engines.hub_names import from_hub, hub_shapes
 from mrl.errors import SyncError
 
 _NAMES_SHOWN = 8
@@ -18,21 +20,22 @@ _NAMES_SHOWN = 8
 def load_directory(module: nn.Module, directory: str) -> None:
     """Copy the tensors under `directory` into `module`'s, in place and cast to their dtypes.
 
-    Names are those of `module.state_dict()`. Of tensors that share memory (a tied head and its embedding) one is
-    enough; several have to be equal. Raises SyncError that names the tensors when a file is missing or damaged, a
-    name or shape does not match, or a kind of number differs; `module` is then untouched.
+    Names and shapes are those of Hugging Face files (mrl.engines.hub_names). Of tensors that share memory (a tied head
+    and its embedding) one is enough; several have to be equal. Raises SyncError that names the tensors when a file is
+    missing or damaged, or a name or shape does not match; `module` is then untouched.
     """
     if hasattr(module, "peft_config"):
         raise SyncError(f"{directory} cannot be loaded into a model wrapped by PEFT: give the engine the plain model")
     file_of = _tensor_files(Path(directory))
-    own = module.state_dict()
-    _check_names(own, set(file_of), directory)
-    _check_tensors(own, file_of, directory)
-    with torch.no_grad():
-        for path in sorted(set(file_of.values())):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    own[name].copy_(file.get_tensor(name))
+    own, wanted = module.state_dict(), hub_shapes(module)
+    groups = _shared(module, own, wanted)
+    _check_names(wanted, groups, set(file_of), directory)
+    _check_tensors(wanted, groups, file_of, directory)
+    with torch.no_grad(), ExitStack() as files:
+        opened = {path: files.enter_context(safe_open(path, framework="pt")) for path in sorted(set(file_of.values()))}
+        for part in from_hub(module, file_of):
+            for name, tensor in part.convert(module, lambda name: opened[file_of[name]].get_tensor(name)).items():
+                own[name].copy_(tensor)
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -57,25 +60,27 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     return file_of
 
 
-def _check_names(own: dict[str, Tensor], given: set[str], directory: str) -> None:
-    if unknown := given - set(own):
+def _check_names(wanted: dict[str, Tensor], groups: list[list[str]], given: set[str], directory: str) -> None:
+    if unknown := given - set(wanted):
         raise SyncError(f"{directory} has tensors the model does not know: {_names(unknown)}")
-    missing = [names[0] for names in _shared(own).values() if not given.intersection(names)]
+    missing = [names[0] for names in groups if not given.intersection(names)]
     if missing:
         raise SyncError(f"{directory} lacks tensors of the model: {_names(missing)}")
 
 
-def _check_tensors(own: dict[str, Tensor], file_of: dict[str, Path], directory: str) -> None:
+def _check_tensors(
+    wanted: dict[str, Tensor], groups: list[list[str]], file_of: dict[str, Path], directory: str
+) -> None:
     wrong = []
     for path in set(file_of.values()):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 shape = tuple(file.get_slice(name).get_shape())
-                if shape != tuple(own[name].shape):
-                    wrong.append(f"{name} is {list(shape)}, the model's {list(own[name].shape)}")
+                if shape != tuple(wanted[name].shape):
+                    wrong.append(f"{name} is {list(shape)}, the model's {list(wanted[name].shape)}")
     if wrong:
         raise SyncError(f"{directory} has tensors of another shape: {'; '.join(sorted(wrong)[:_NAMES_SHOWN])}")
-    for names in _shared(own).values():
+    for names in groups:
         stored = [name for name in names if name in file_of]
         first = _read(file_of, stored[0]) if len(stored) > 1 else None
         for other in stored[1:]:
@@ -83,13 +88,16 @@ def _check_tensors(own: dict[str, Tensor], file_of: dict[str, Path], directory: 
                 raise SyncError(f"{directory} has different values for {stored[0]} and {other}, tied in the model")
 
 
-def _shared(own: dict[str, Tensor]) -> dict[tuple[int, tuple[int, ...]] | str, list[str]]:
-    """Names grouped by the memory they stand for."""
+def _shared(module: nn.Module, own: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[list[str]]:
+    """Names in files, grouped by the memory in the module that they stand for. What is joined or split is not tied."""
     groups: dict[tuple[int, tuple[int, ...]] | str, list[str]] = {}
     for name, tensor in own.items():
         key = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else name
         groups.setdefault(key, []).append(name)
-    return groups
+    in_files = {part.target: part.names[0] for part in from_hub(module, wanted) if part.converter is None}
+    tied = [[in_files[name] for name in names if name in in_files] for names in groups.values()]
+    known = {name for names in tied for name in names}
+    return [names for names in tied if names] + [[name] for name in wanted if name not in known]
 
 
 def _read(file_of: dict[str, Path], name: str) -> Tensor:

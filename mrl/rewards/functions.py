@@ -26,6 +26,8 @@ from mrl.sandbox.base import Limits, Sandbox
 
 RewardSpec = str | Callable[..., Any] | Reward
 FORMS = "a registered name, 'path/to/file.py:function', 'package.module:function', or a function"
+_SOURCE = "__mrl_source__"
+"""In a module that was loaded from a file: what the file held."""
 
 
 def resolve_rewards(
@@ -110,7 +112,11 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         raise RewardError(f"reward_funcs: {spec!r}: no file {path} (looked in {Path.cwd()}){_near_files(path)}")
     path = path.resolve()
+    source = path.read_bytes()
     name = f"_mrl_rewards_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and vars(loaded).get(_SOURCE) == source:  # as an import: run once, until it is edited
+        return loaded
     if str(path.parent) not in sys.path:  # last, so that it shadows nothing: the file may import its neighbours
         sys.path.append(str(path.parent))
     module_spec = importlib.util.spec_from_file_location(name, path)
@@ -123,6 +129,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise RewardError(f"reward_funcs: {spec!r} does not import: {_cause(error, str(path))}") from error
+    setattr(module, _SOURCE, source)
     return module
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -24,17 +25,19 @@ class SingleTurn:
     async def collect(self, tasks: list[Task], policy: PolicyClient, n: int, *, seed: int) -> list[Group]:
         start = perf_counter()
         prompts = [tuple(self.encoder.encode(task.prompt)) for task in tasks]
+        attempts = _attempts(tasks, n)
         requests = [
             GenerateRequest(f"{task.id}#{k}", prompt_ids, self.sampling, derive_seed(seed, task.id, k))
-            for task, prompt_ids in zip(tasks, prompts, strict=True)
-            for k in range(n)
+            for task, prompt_ids, own in zip(tasks, prompts, attempts, strict=True)
+            for k in own
         ]
         completions = await policy.generate(requests)
         seconds = perf_counter() - start
         groups = []
         for index, task in enumerate(tasks):
             own = completions[index * n : (index + 1) * n]
-            rollouts = [self._rollout(task, prompts[index], k, c, seconds) for k, c in enumerate(own)]
+            numbered = zip(attempts[index], own, strict=True)
+            rollouts = [self._rollout(task, prompts[index], k, c, seconds) for k, c in numbered]
             groups.append(Group(task, rollouts))
         return groups
 
@@ -61,3 +64,14 @@ class SingleTurn:
             completion=text if isinstance(task.prompt, str) else [answer],
             seconds={"generate": seconds},
         )
+
+
+def _attempts(tasks: list[Task], n: int) -> list[range]:
+    """Numbers of each task's attempts: a task that is among them once more (a dataset smaller than a batch) is not
+    attempted with the same seeds again."""
+    before: Counter[str] = Counter()
+    numbers = []
+    for task in tasks:
+        numbers.append(range(before[task.id], before[task.id] + n))
+        before[task.id] += n
+    return numbers

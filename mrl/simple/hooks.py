@@ -15,6 +15,7 @@ import torch
 from mrl.errors import ConfigError
 from mrl.simple.recorder import Recorder
 from mrl.simple.trainers import TrainerSpec
+from mrl.workers.optimizer import group_options, set_course, set_group_options
 
 
 def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], None]], None]) -> type[Any]:
@@ -34,6 +35,14 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
     class Saved(base):  # type: ignore[valid-type, misc]
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             save(lambda: base._save_checkpoint(self, model, trial))
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            # What was stored would take the place of options that were allowed to change.
+            made, rates = group_options(self.optimizer), list(self.lr_scheduler.base_lrs)
+            super()._load_optimizer_and_scheduler(checkpoint)
+            set_group_options(self.optimizer, made)
+            self.lr_scheduler.base_lrs = rates
+            set_course(self.optimizer, self.lr_scheduler, self.lr_scheduler.last_epoch)
 
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             recorder.evaluating = True

@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from mrl.checkpointing import best_so_far
 from mrl.config import OrchestratorConfig
-from mrl.errors import ConfigError, TrainingError
+from mrl.errors import TrainingError
 from mrl.experience import check_failures, rollout_metrics
 from mrl.rewards.base import RewardRequest
 from mrl.rewards.scoring import TrainerState
@@ -58,6 +59,8 @@ class Recorder(TrainerCallback):
         self.total_steps = 0
         self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
+        self.eval_step: int | None = None
+        """Step after which they were measured."""
         self.best: dict[str, Any] | None = None
         self.evaluating = False
         self.phase = ""
@@ -167,7 +170,7 @@ class Recorder(TrainerCallback):
             skipped = ("runtime", "samples_per_second", "steps_per_second")
             self.eval_metrics = {f"eval/{n}": float(metrics[o]) for o, n in names.items() if n not in skipped}
         self.eval_metrics["time/eval"] = seconds
-        step = state.global_step // self.updates
+        self.eval_step = step = state.global_step // self.updates
         self.emit({"kind": "eval", "step": step, "metrics": self.eval_metrics, "groups": groups})
         self.eval_groups = []
         self.started = perf_counter()  # evaluations come between steps and are not a part of one
@@ -200,15 +203,8 @@ class Recorder(TrainerCallback):
 
     def update_best(self, step: int) -> None:
         """Note whether this step's checkpoint is the best by `best_metric`. Raises ConfigError for no such metric."""
-        name = self.config.training.best_metric
-        if name is None:
-            return
-        sign, name = (-1.0, name[1:]) if name.startswith("-") else (1.0, name)
-        known = self.metrics | self.eval_metrics
-        if name not in known:
-            raise ConfigError(f"best_metric: there is no metric {name!r} at step {step}; known: {', '.join(known)}")
-        if self.best is None or sign * known[name] > sign * self.best["value"]:
-            self.best = {"metric": name, "value": known[name], "step": step}
+        known = self.metrics | (self.eval_metrics if self.eval_step == step else {})
+        self.best = best_so_far(self.best, self.config.training.best_metric, step, known)
 
     def close(self) -> None:
         """End the rewards and the loop they ran on."""

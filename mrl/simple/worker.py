@@ -200,6 +200,7 @@ class SimpleWorker:
                 training = file.name in TRAINING_FILES or file.name.startswith("rng_state")
                 shutil.move(file, folder / "trainer" / file.name if training else folder / file.name)
 
+        best_before = self.recorder.best
         self.recorder.update_best(step)
         state = self.state | {
             "step": step,
@@ -212,6 +213,7 @@ class SimpleWorker:
         except CheckpointError as error:
             if last or self.config.training.checkpoint_errors == "stop":
                 raise
+            self.recorder.best = best_before  # this one is not there to be named
             self.records.put({"kind": "checkpoint_failed", "step": step, "message": str(error)})
             return
         self.records.put({"kind": "checkpoint", "step": step, "best": self.recorder.best})

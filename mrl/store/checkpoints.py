@@ -4,6 +4,7 @@
       config.json, model.safetensors, tokenizer…   (LoRA: adapter_config.json, adapter_model.safetensors)
       trainer/optimizer.pt, scheduler.pt, rng.pt, gap_probe.json   what training goes on from
       trainer/state.json                           step, policy version, data cursor, trackers' ids …
+      trainer/in_flight.json.gz                    groups that were drawn or generated and not trained on yet
       manifest.json                                size and sha256 of every file
 
 A checkpoint is written beside its place as `step-40.partial`, flushed to disk, and renamed.
@@ -11,10 +12,12 @@ A checkpoint is written beside its place as `step-40.partial`, flushed to disk, 
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,8 @@ from mrl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 STATE = "trainer/state.json"
+IN_FLIGHT = "trainer/in_flight.json.gz"
+"""A part of the state with a number for every token, so it is packed; older checkpoints have it in `STATE`."""
 SERVED = "trainer/served.safetensors"
 """The rollout workers' weights, where they were older than the actor's when the checkpoint was written."""
 
@@ -37,17 +42,27 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the orchestrator recorded. Raises CheckpointError."""
-        try:
-            state: dict[str, Any] = json.loads((self.path / STATE).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / STATE}: cannot be read ({error}); use an earlier checkpoint") from None
+        """What the orchestrator recorded, but for what was in flight. Raises CheckpointError."""
+        state: dict[str, Any] = self._read(STATE, lambda path: json.loads(path.read_text()))
         return state
+
+    @property
+    def in_flight(self) -> Any:
+        """What the orchestrator recorded as drawn or generated and not trained on yet. Raises CheckpointError."""
+        if not (self.path / IN_FLIGHT).exists():
+            return self.state["in_flight"]
+        return self._read(IN_FLIGHT, lambda path: json.loads(gzip.decompress(path.read_bytes())))
 
     @property
     def bytes(self) -> int:
         """Size on disk."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+    def _read(self, name: str, read: Callable[[Path], Any]) -> Any:
+        try:
+            return read(self.path / name)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise CheckpointError(f"{self.path / name}: cannot be read ({error}); use an earlier checkpoint") from None
 
     def problems(self) -> list[str]:
         """What is missing or damaged, file by file; empty when it is intact."""
@@ -70,14 +85,21 @@ class Checkpoint:
 def write_checkpoint(path: Path, write_files: Callable[[Path], None], state: dict[str, Any]) -> None:
     """Write a checkpoint at `path`, whole or not at all. Raises CheckpointError.
 
-    write_files: writes the model and whatever else into the folder it is given.
+    write_files: writes the model and whatever else into the folder it is given. state: plain data; what it has under
+    `in_flight` goes into a file of its own.
     """
+    state = dict(state)
+    in_flight = state.pop("in_flight", None)
     partial = path.with_name(path.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "trainer").mkdir(parents=True)
         write_files(partial)
-        (partial / STATE).write_text(json.dumps(state, indent=1))
+        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in state.items())
+        (partial / STATE).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        if in_flight:
+            packed = gzip.compress(json.dumps(in_flight, separators=(",", ":")).encode(), compresslevel=1, mtime=0)
+            (partial / IN_FLIGHT).write_bytes(packed)
         files = {str(file.relative_to(partial)): file for file in sorted(partial.rglob("*")) if file.is_file()}
         manifest = {name: {"size": file.stat().st_size, "sha256": _sha256(file)} for name, file in files.items()}
         (partial / MANIFEST).write_text(json.dumps({"version": 1, "files": manifest}, indent=1))

@@ -23,6 +23,8 @@ from mrl.store.schema import DATABASE, open_reader, version_of
 Split = Literal["train", "eval"]
 DROPPED = "dropped: "
 """What the error of a rollout begins with that was too old to be trained on."""
+UNUSED = "unused: "
+"""What it begins with where the rollout ended when its step had enough."""
 CHUNK = 64
 """Rollouts read at a time when all are wanted."""
 COUNT_LIMIT = 10_000
@@ -154,14 +156,14 @@ class RunReader:
 
     def failures(self, split: Split = "train") -> tuple[dict[str, int], int]:
         """Messages of rollouts that failed, each with their number, and how many rollouts there are in all; without
-        those that were dropped for their age."""
+        those that no step trained on for their age or number."""
         sql = (
             "SELECT coalesce(error, '') AS error, count(*) AS count FROM rollouts "
             "WHERE status = 'failed' AND step_id % 2 = ? GROUP BY 1 ORDER BY 2 DESC"
         )
         found = {row["error"]: row["count"] for row in self._all(sql, (split == "eval",))}
-        dropped = sum(count for error, count in found.items() if error.startswith(DROPPED))
-        errors = {error: count for error, count in found.items() if not error.startswith(DROPPED)}
+        dropped = sum(count for error, count in found.items() if error.startswith((DROPPED, UNUSED)))
+        errors = {error: count for error, count in found.items() if not error.startswith((DROPPED, UNUSED))}
         return errors, self.count(Filter(split)) - dropped
 
     def truncated(self) -> tuple[int, int]:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from mrl.algorithms.kl import estimate_kl
 from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
+from mrl.engines.hub_names import check_round_trip
 from mrl.environment import computing_environment
-from mrl.errors import TrainingError
+from mrl.errors import SyncError, TrainingError
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.sync.network import machine
@@ -32,7 +33,7 @@ from mrl.workers.fixed_order import fixed_order
 from mrl.workers.forward import Forward, evaluating
 from mrl.workers.gap_probe import Comparison, GapEvidence, GapProbe
 from mrl.workers.liger import apply_liger, check_liger
-from mrl.workers.lora import add_lora, merged_state_dict
+from mrl.workers.lora import adapts_parameters, add_lora, public_state_dict
 from mrl.workers.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
 from mrl.workers.objective import Objective, kl_estimator
 from mrl.workers.optimizer import check_offload, make_optimizer, make_scheduler
@@ -84,6 +85,7 @@ class ActorWorker:
         torch.manual_seed(derive_seed(config.seed, "actor"))
         self.tokenizer = load_tokenizer(self.model_config)
         self.model: PreTrainedModel = load_model(self.model_config)
+        check_round_trip(self.model)
         self.device = next(self.model.parameters()).device
         self.autocast_dtype = autocast_dtype(self.model_config, self.device)
         if config.use_liger_kernel:
@@ -170,14 +172,20 @@ class ActorWorker:
 
     def get_weights(self) -> dict[str, Tensor]:
         """The policy's tensors under their Hugging Face names, adapters merged; detached, not copied where possible."""
-        return merged_state_dict(self.model)
+        return public_state_dict(self.model)
 
     def host(self) -> str:
         """The machine it is on."""
         return machine()
 
     def share_module(self, version: int) -> WeightRef:
-        """The live module itself, for workers in this process. An adapter stays active in it."""
+        """The live module itself, for workers in this process. An adapter stays active in it. Raises SyncError."""
+        if adapts_parameters(self.model):
+            raise SyncError(
+                "weight_sync_method: direct shares the module between threads, and PEFT rebuilds layers of experts in "
+                "every pass through their adapter; use weight_sync_method: reload, or lora_target_modules without the "
+                "experts' layers"
+            )
         self.gap_probe.published(self.model, version, shared=True)
         return WeightRef(version, module=self.model)
 
@@ -220,8 +228,11 @@ class ActorWorker:
 
         The reference model stays the one that `initialize` loaded: the policy before training.
         """
-        load_snapshot(Path(path), self.model, self.optimizer, self.scheduler)
         actor_state = json.loads((Path(path) / STATE).read_text())["actor"]
+        updates = (
+            actor_state["step"] * self.config.num_iterations
+        )  # the schedule goes on in steps without an update too
+        load_snapshot(Path(path), self.model, self.optimizer, self.scheduler, updates=updates)
         self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
         if (probe := Path(path) / GAP_PROBE).exists():  # older checkpoints have none
             self.gap_probe.load_state(json.loads(probe.read_text()))

@@ -44,6 +44,42 @@ def make_scheduler(
     )
 
 
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    state: dict[str, Any],
+    updates: int,
+) -> None:
+    """Go on after so many updates: moments from `state` (the optimizer's `state_dict`); learning rate and its course,
+    weight decay and betas as this optimizer and scheduler were made with. Raises ValueError for other parameters."""
+    own = group_options(optimizer)
+    optimizer.load_state_dict(state)
+    set_group_options(optimizer, own)
+    set_course(optimizer, scheduler, updates)
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group of parameters: learning rate, weight decay and whatever else there is."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """Put `group_options`' answer back."""
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+
+
+def set_course(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, updates: int) -> None:
+    """Put the learning rate where `scheduler`, as it was made, has it after so many updates."""
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)  # all that `make_scheduler` makes are
+    scheduler.last_epoch = updates
+    scheduler._step_count = updates + 1
+    rates = [base * course(updates) for base, course in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
 class HostAdamW(torch.optim.AdamW):
     """AdamW whose state and arithmetic are in host memory (ZeRO-Offload, arXiv 2101.06840).
 

@@ -16,7 +16,7 @@ from mrl.sync.files import adapter_ref, publish, publish_folder, size_of, withou
 from mrl.sync.network import WeightServer, machine
 from mrl.sync.tensors import FILE, MappedFile
 from mrl.types import WeightRef
-from mrl.workers.lora import merged_state_dict
+from mrl.workers.lora import adapts_parameters, merged_state_dict, public_state_dict
 
 
 class Publisher:
@@ -40,7 +40,7 @@ class Publisher:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is published."""
-        return merged_state_dict(self.model)
+        return public_state_dict(self.model)
 
     def files(
         self,
@@ -89,7 +89,7 @@ class Publisher:
 
     def whole_model(self, folder: Path, version: int, *, dtype: str | None = None) -> WeightRef:
         """A Hugging Face model folder with configuration and tokenizer. Raises SyncError."""
-        tensors, kind = self.tensors(), _dtype(dtype)
+        tensors, kind = merged_state_dict(self.model), _dtype(dtype)  # `save_pretrained` names them
         if kind is not None:
             tensors = {n: t.to(kind) if t.is_floating_point() else t for n, t in tensors.items()}
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -118,6 +118,11 @@ class Publisher:
         return self.deltas.last_whole(folder, version, durable=durable)
 
     def _write_adapter(self, partial: Path) -> None:
+        if adapts_parameters(self.model):
+            raise SyncError(
+                "the adapter has parts for experts, whose weights this model holds in one tensor, and engines do not "
+                "load such adapters; use lora_sync: merged, or lora_target_modules without the experts' layers"
+            )
         self.model.save_pretrained(partial)
         for extra in partial.iterdir():
             if extra.name not in ("adapter_config.json", "adapter_model.safetensors"):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, MRLError
 from mrl.store.checkpoints import SERVED
+from mrl.workers.optimizer import load_optimizer
 
 GAP_PROBE = "trainer/gap_probe.json"
 """File in a checkpoint."""
@@ -71,18 +72,24 @@ def fits_in_memory_twice(model: Any, optimizer: Any) -> bool:
     return bool(psutil.virtual_memory().available > 2 * size)
 
 
-def load_snapshot(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Put a checkpoint's state into a freshly initialised actor. Raises CheckpointError when it is of another shape."""
+def load_snapshot(folder: Path, model: Any, optimizer: Any, scheduler: Any, *, updates: int) -> None:
+    """Put a checkpoint's state into a freshly initialised actor. updates: of the optimizer until then.
+
+    The optimizer's options and the learning rate's course stay those of this configuration. Raises CheckpointError when
+    it is of another shape.
+    """
     try:
         _load_tensors(folder, model)
-        optimizer.load_state_dict(torch.load(folder / "trainer" / "optimizer.pt", weights_only=True))
-        scheduler.load_state_dict(torch.load(folder / "trainer" / "scheduler.pt", weights_only=True))
+        state = torch.load(folder / "trainer" / "optimizer.pt", weights_only=True)
+        load_optimizer(optimizer, scheduler, state, updates)
         rng = torch.load(folder / "trainer" / "rng.pt", weights_only=True)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, MRLError) as error:
         raise CheckpointError(f"{folder}: does not fit this model and configuration ({error})") from error
     torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(rng["cuda"])
+    if torch.cuda.is_available():
+        # On a machine with fewer devices the others' states are of no use; on one with more, those begin as they are.
+        for device, cuda_state in enumerate(rng.get("cuda", [])[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(cuda_state, device)
 
 
 def _load_tensors(folder: Path, model: Any) -> None:

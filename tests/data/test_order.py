@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -39,22 +40,46 @@ def test_resumed_order_equals_uninterrupted(
     assert take(second, after) == whole[before:]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 17), st.integers(1, 20), st.integers(0, 99), st.booleans())
-def test_every_epoch_takes_every_task_once(num_tasks: int, batch_size: int, seed: int, shuffle: bool) -> None:
+def test_every_batch_is_whole_and_every_epoch_takes_every_task_once(
+    num_tasks: int, batch_size: int, seed: int, shuffle: bool
+) -> None:
     order = TaskOrder(num_tasks, batch_size, seed, shuffle)
-    for epoch in range(3):
-        assert (order.epoch, order.position) == (epoch, 0)
-        batches = take(order, order.steps_per_epoch)
-        assert sorted(i for batch in batches for i in batch) == list(range(num_tasks))
-        assert all(len(batch) == batch_size for batch in batches[:-1])
-        if not shuffle:
-            assert [i for batch in batches for i in batch] == list(range(num_tasks))
+    seen: Counter[int] = Counter()
+    for _ in range(12):
+        batch = order.next_batch()
+        assert len(batch) == batch_size
+        assert max(Counter(batch).values()) == -(-batch_size // num_tasks), "repeated only in a smaller dataset"
+        seen.update(batch)
+        assert order.epoch * num_tasks + order.position == sum(seen.values())
+        assert {seen[i] for i in range(num_tasks)} <= {order.epoch, order.epoch + 1}
 
 
-def test_epochs_and_seeds_differ_and_the_order_is_fixed_for_good() -> None:
+@settings(max_examples=80, deadline=None)
+@given(st.integers(2, 9), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), max_size=20), st.integers(0, 99))
+def test_single_draws_avoid_what_a_step_has_and_lose_nothing(
+    num_tasks: int, draws: list[tuple[int, int]], seed: int
+) -> None:
+    order, seen = TaskOrder(num_tasks, 3, seed), Counter[int]()
+    for count, more in draws:
+        first = order.next_batch(count)
+        left = num_tasks - order.position
+        others = order.next_batch(more, avoid=first)
+        assert len(others) == more
+        if count + more <= left:  # within an epoch nothing comes twice
+            assert not set(first) & set(others) or count > num_tasks
+        seen.update(first + others)
+        assert {seen[i] for i in range(num_tasks)} <= {order.epoch, order.epoch + 1}
+
+
+def test_an_epochs_last_batch_goes_on_with_the_next_ones_order() -> None:
     order = TaskOrder(8, 8, seed=0)
     assert take(order, 2) == [[0, 2, 7, 5, 4, 3, 6, 1], [5, 0, 6, 2, 3, 4, 7, 1]]
+    assert take(TaskOrder(4, 4, seed=3), 3) == [[2, 1, 0, 3], [3, 2, 1, 0], [3, 0, 1, 2]]
+    order = TaskOrder(4, 3, seed=3)
+    assert take(order, 2) == [[2, 1, 0], [3, 2, 1]], "the second epoch's 3 is put off: the batch has one"
+    assert take(order, 2) == [[3, 0, 1], [3, 0, 2]]
     assert TaskOrder(8, 8, seed=1).next_batch() != TaskOrder(8, 8, seed=0).next_batch()
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from mrl.engines.hub_names import check_round_trip, from_hub, to_hub
 from mrl.engines.kv_cache import GrowingCache, GrowingLayer
 from mrl.engines.transformers import TransformersEngine
 from mrl.engines.transformers_model import CausalLM
@@ -135,6 +136,12 @@ def test_greedy_equals_generate_and_goes_the_expected_way(name):
     model = build(name)
     check(model)
     assert CausalLM(model, 128, None).path == ARCHITECTURES[name][0]
+    check_round_trip(model)
+    own = model.state_dict()
+    public = to_hub(model, own)
+    back = {n: t for part in from_hub(model, public) for n, t in part.convert(model, public.__getitem__).items()}
+    assert back.keys() == own.keys()
+    assert all(torch.equal(back[n], tensor) for n, tensor in own.items()), "through the form of its files and back"
 
 
 @pytest.mark.parametrize("broken", ["mask", "attention", "replaced rows", "decoding"])

@@ -187,11 +187,11 @@ def test_a_queue_that_is_killed_loses_no_task_and_repeats_none(zygote: Zygote, t
     dropped = int(sum(row["rollout/dropped_groups"] for row in metrics))
     last = newest_intact(tmp_path)[0]
     assert last is not None
-    assert last.state["in_flight"]["tickets"] == []
+    assert last.in_flight["tickets"] == []
     drawn = last.state["order"]["epoch"] * len(TASKS) + last.state["order"]["position"]
     assert sum(trained.values()) == 3 * (drawn - dropped)
     if not dropped:
-        assert set(trained.values()) == {3 * drawn // len(TASKS)}
+        assert set(trained.values()) <= {3 * (drawn // len(TASKS)), 3 * -(-drawn // len(TASKS))}
     assert max(row["rollout/staleness_max"] for row in metrics) <= 2
 
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 import mrl.environment as environment_module
 import mrl.replay as replay_module
 import mrl.workers.actor as actor_module
 from mrl import MRLTrainer
+from mrl.checkpointing import best_so_far
 from mrl.cli import main
+from mrl.config import OrchestratorConfig
 from mrl.errors import CheckpointError, ConfigError
 from mrl.models import resolve_model
 from mrl.recorded_run import RunResult
 from mrl.replay import TOLERANCE, Difference, replay
-from mrl.store.checkpoints import Checkpoint, list_checkpoints, newest_intact, write_checkpoint
+from mrl.resume import MAY_CHANGE, NEVER, check_same_run, is_description, stored_options
+from mrl.store.checkpoints import Checkpoint, best_step, list_checkpoints, newest_intact, write_checkpoint
 from mrl.store.run import read_rows
 
 TASKS = [{"prompt": f"say {i}"} for i in range(6)]
@@ -125,6 +130,123 @@ def test_changes_that_make_another_run_are_refused_until_they_are_allowed(
     assert allowed.steps == 2
 
 
+HELD = {"epoch", "position", "put_off", "num_tasks", "seed", "shuffle"}
+"""By a checkpoint's data cursor; what is allowed to change is not taken from there."""
+
+
+def test_a_changed_option_is_allowed_and_taken_or_refused(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every option is one that may change, one that never may, or one that counts once it is allowed. The latter take
+    effect because a checkpoint holds nothing else in their place: its optimizer is tests/workers/test_optimizer.py's.
+    """
+    run(tiny_model, tmp_path / "r", max_steps=1)
+    (checkpoint,) = list_checkpoints(tmp_path / "r")
+    state = checkpoint.state
+    assert set(state) == {
+        *("step", "policy_version", "order", "random", "tasks", "trackers", "gap_in_a_row", "best", "actor"),
+    }
+    assert set(state["order"]) == HELD
+    before = stored_options(tmp_path / "r")
+    given = {name: value for name, value in before.items() if not is_description(value)}
+    given |= {"resume": None, "allow_change": [], "train_dataset": TASKS, "reward_funcs": length}
+    config = OrchestratorConfig.from_flat(**given)
+
+    def check(changed: str, *allowed: str) -> None:
+        monkeypatch.setattr("mrl.resume.stored_options", lambda _: before | {changed: "<changed>"})
+        config.run.allow_change = list(allowed)
+        check_same_run(tmp_path / "r", config)
+
+    for name in before:
+        if name in MAY_CHANGE:
+            check(name)
+            continue
+        with pytest.raises(ConfigError, match="whatever allow_change says" if name in NEVER else "allow-change"):
+            check(name)
+        if name in NEVER:
+            with pytest.raises(ConfigError, match=rf"do not fit these options \({name}: '<changed>' -> "):
+                check(name, name)
+        else:
+            check(name, name)
+
+
+def test_an_allowed_learning_rate_is_the_one_that_is_used(tiny_model: str, tmp_path: Path) -> None:
+    changed = {"learning_rate": 1e-4, "seed": 1, "shuffle": False, "batch_size": 1}
+    run(tiny_model, tmp_path / "r", max_steps=2)
+    run(tiny_model, tmp_path / "r", max_steps=4, resume="auto", allow_change=list(changed), **changed)
+    rates = [row["train/learning_rate"] for row in read_rows(tmp_path / "r", "metrics")]
+    assert rates == [1e-3, 1e-3, 1e-4, 1e-4]
+    last = [row["task_id"] for row in read_rows(tmp_path / "r", "rollouts") if row["step"] > 2]
+    assert len(last) == 2 * 3
+    by_place = {rollout["task_id"]: rollout["prompt"] for rollout in read_rows(tmp_path / "r", "rollouts")}
+    assert [by_place[task] for task in dict.fromkeys(last)] == ["say 4", "say 5"], "unshuffled, after the first four"
+
+
+def test_what_is_in_flight_is_packed_beside_a_short_state(tiny_model: str, tmp_path: Path) -> None:
+    run(tiny_model, tmp_path / "r", max_steps=3, async_mode="pipeline")
+    checkpoint = list_checkpoints(tmp_path / "r")[0]
+    (ticket,) = checkpoint.in_flight["tickets"]
+    assert len(ticket["groups"][0]["rollouts"][0]["samples"][0]["logprobs"]) > 0
+    text = (checkpoint.path / "trainer" / "state.json").read_text()
+    assert "in_flight" not in text
+    assert len(text.splitlines()) < 20
+    packed = checkpoint.path / "trainer" / "in_flight.json.gz"
+    packed.write_bytes(packed.read_bytes()[:-1] + b"x")
+    assert "in_flight.json.gz: damaged" in checkpoint.problems()[0]
+    with pytest.raises(CheckpointError, match=r"in_flight\.json\.gz: cannot be read"):
+        _ = checkpoint.in_flight
+
+
+def test_a_checkpoint_with_everything_in_its_state_is_still_resumed(tiny_model: str, tmp_path: Path) -> None:
+    """As they were written before what is in flight had a file of its own."""
+    for name in ("r", "whole"):
+        run(tiny_model, tmp_path / name, max_steps=3, async_mode="pipeline")
+    checkpoint, *later = list_checkpoints(tmp_path / "r")
+    for other in later:
+        shutil.rmtree(other.path)
+    state = checkpoint.state | {"in_flight": checkpoint.in_flight}
+    del state["order"]["put_off"]
+    (checkpoint.path / "trainer" / "in_flight.json.gz").unlink()
+    text = json.dumps(state, indent=1)
+    (checkpoint.path / "trainer" / "state.json").write_text(text)
+    manifest = json.loads((checkpoint.path / "manifest.json").read_text())
+    del manifest["files"]["trainer/in_flight.json.gz"]
+    manifest["files"]["trainer/state.json"] = {"size": len(text), "sha256": sha256(text.encode()).hexdigest()}
+    (checkpoint.path / "manifest.json").write_text(json.dumps(manifest))
+    run(tiny_model, tmp_path / "r", max_steps=3, async_mode="pipeline", resume="auto")
+    assert same_weights(tmp_path / "r", tmp_path / "whole")
+
+
+LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0, "beta": 0.1}
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
+def test_a_mixture_of_experts_resumes_bit_for_bit(experts_model: str, tmp_path: Path, changes: dict[str, Any]) -> None:
+    options = {"weight_sync_method": "reload", "sync_weights_every": 2, "max_steps": 4, **changes}
+    run(experts_model, tmp_path / "whole", **options)
+    run(experts_model, tmp_path / "parts", **options)
+    for checkpoint in list_checkpoints(tmp_path / "parts")[1:]:
+        shutil.rmtree(checkpoint.path)
+    run(experts_model, tmp_path / "parts", **options, resume="auto")
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    assert replay(tmp_path / "parts", 3).exact
+    if not changes:
+        mine, first = (load_file(tensors_of(path)) for path in (tmp_path / "whole", Path(experts_model)))
+        assert mine.keys() == first.keys(), "under the names of the model's own files"
+        assert "model.layers.0.mlp.experts.3.gate_proj.weight" in mine
+
+
+def same_weights(left: Path, right: Path) -> bool:
+    """Of the newest checkpoints of two runs."""
+    mine, theirs = load_file(tensors_of(left)), load_file(tensors_of(right))
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def tensors_of(folder: Path) -> Path:
+    newest = Path(resolve_model(str(folder)))
+    return next(iter(sorted(newest.glob("*model.safetensors"))))
+
+
 def test_another_length_changes_a_schedule_that_decays(tiny_model: str, tmp_path: Path) -> None:
     run(tiny_model, tmp_path / "r", max_steps=1, lr_scheduler_type="linear")
     with pytest.raises(ConfigError, match="max_steps: 1 -> 2"):
@@ -211,8 +333,46 @@ def test_limits_and_best(tiny_model: str, tmp_path: Path) -> None:
 
 
 def test_best_of_a_metric_there_is_not(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no metric 'reward/best'"):
-        run(tiny_model, tmp_path / "r", best_metric="reward/best")
+    with pytest.raises(ConfigError, match="best_metric: there is no metric 'reward/maen'"):
+        run(tiny_model, tmp_path / "r", best_metric="reward/maen")
+
+
+def test_best_by_an_evaluation_counts_where_there_was_one(tiny_model: str, tmp_path: Path) -> None:
+    """The reward falls from call to call: an older score would be credited to steps 3 and 5, and 2 has the best."""
+    calls: list[int] = []
+
+    def falling(completions: list[str], **_: Any) -> list[float]:
+        calls.append(1)
+        return [1 / len(calls) + index / 1000 for index, _ in enumerate(completions)]
+
+    held_out = {"eval_dataset": TASKS[:2], "eval_steps": 2, "best_metric": "eval/mean", "reward_funcs": falling}
+    run(tiny_model, tmp_path / "r", **held_out, max_steps=6)
+    for step in (4, 5, 6):
+        shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{step}")
+    states = [checkpoint.state["best"] for checkpoint in list_checkpoints(tmp_path / "r")]
+    assert [None if best is None else best["step"] for best in states] == [None, 2, 2]
+    run(tiny_model, tmp_path / "r", **held_out, max_steps=6, resume="auto")  # its first checkpoint has no evaluation
+    assert best_step(tmp_path / "r") == 2
+    scores = {row["step"]: row["eval/mean"] for row in read_rows(tmp_path / "r", "eval_metrics")}
+    assert Checkpoint(tmp_path / "r" / "checkpoints" / "step-6", 6).state["best"]["value"] == scores[2]
+
+
+def test_what_is_a_candidate_for_the_best_checkpoint() -> None:
+    def best(metrics: dict[str, float], before: dict[str, Any] | None = None, wanted: str = "eval/mean") -> Any:
+        found = best_so_far(before, wanted, 9, metrics)
+        return found and (found["step"], found["value"])
+
+    before = {"metric": "eval/mean", "value": 0.5, "step": 2}
+    assert best({"eval/mean": 0.6}, before) == (9, 0.6)
+    assert best({"eval/mean": 0.5}, before) == (2, 0.5)
+    assert best({"eval/mean": float("nan")}, before) == (2, 0.5)
+    assert best({"reward/mean": 0.5}) is None, "no evaluation was due"
+    assert best({"train/tokens": 0.0}, wanted="-train/loss") is None, "the step taught nothing"
+    assert best({"train/loss": 0.4}, before, wanted="-train/loss") == (9, 0.4), "another metric begins anew"
+    assert best({"eval/mean": 0.6}, before | {"smaller": False}, wanted="-eval/mean") == (9, 0.6)
+    for wanted, metrics in {"eval/mena": {"eval/mean": 1.0}, "loss": {}, "train/los": {"train/tokens": 2.0}}.items():
+        with pytest.raises(ConfigError, match="best_metric: there is no metric"):
+            best(metrics, wanted=wanted)
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])

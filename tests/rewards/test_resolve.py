@@ -107,3 +107,18 @@ def test_other_things():
     assert "is a class without `score`" in refused(dict)
     assert "could not be made" in refused(type("R", (), {"score": 1, "name": "r", "__init__": lambda self, key: None}))
     assert len(refused([lambda: 1, "x" * 500])) < 1000
+
+
+def test_a_file_is_run_once_until_it_is_edited(file):
+    """Two functions of a file share its state, and the checks before a run leave it as the run finds it."""
+    file.write_text("calls = []\nimport builtins\nbuiltins.mrl_ran = getattr(builtins, 'mrl_ran', 0) + 1\n" + FILE)
+    import builtins
+
+    first, second = resolve_rewards([f"{file}:accuracy", f"{file}:format_reward"])
+    (again,) = resolve_rewards(f"{file}:accuracy")
+    assert builtins.mrl_ran == 1
+    assert first.function.__globals__ is second.function.__globals__ is again.function.__globals__
+    file.write_text(file.read_text() + "\nTWO = 2\n")
+    resolve_rewards(f"{file}:accuracy")
+    assert builtins.mrl_ran == 2
+    del builtins.mrl_ran

@@ -156,6 +156,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(simple: Train, tmp_path: Path
     assert ids[0] == ids[1]
 
 
+def test_a_resumed_run_takes_what_was_allowed_to_change(simple: Train, tmp_path: Path) -> None:
+    """And no step is credited with the score of an evaluation before it."""
+    held_out = [{"prompt": f"tell {i}", "want": "a"} for i in range(4)]
+    options = {"save_steps": 1, "eval_dataset": held_out, "eval_steps": 2, "best_metric": "eval/mean"}
+    simple(**options, max_steps=2)
+    changed = {"learning_rate": 1e-4, "weight_decay": 0.1}
+    simple(**options, resume=str(tmp_path / "run"), max_steps=4, **changed, allow_change=list(changed))
+    rates = [row["train/learning_rate"] for row in rows_of(tmp_path, "metrics")]
+    assert rates == [1e-2, 1e-2, 1e-4, 1e-4]
+    best = [checkpoint.state["best"] for checkpoint in list_checkpoints(tmp_path / "run")]
+    assert [entry and entry["step"] for entry in best[:3]] == [None, 2, 2]
+    stored = torch.load(list_checkpoints(tmp_path / "run")[-1].path / "trainer" / "optimizer.pt", weights_only=True)
+    assert {group["weight_decay"] for group in stored["param_groups"]} == {0.1, 0.0}
+
+
 def test_resume_refuses_another_run(simple: Train, tmp_path: Path) -> None:
     simple(max_steps=1)
     with pytest.raises(ConfigError, match=r"algorithm: 'grpo' -> 'rloo'"):

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mrl.backends import Resources
 from mrl.backends.inline import InlineBackend
 from mrl.errors import EngineError, SyncError
 from mrl.sync import SYNC_METHODS
 from mrl.sync.checksum import _in_cache, checksum
+from mrl.sync.tensors import open_folder
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
 from mrl.workers.actor import ActorWorker
 from mrl.workers.pool import PolicyClient
@@ -45,16 +47,36 @@ def requests(count: int = 6) -> list[GenerateRequest]:
     return [GenerateRequest(str(i), (65 + i % 2, 66, 67), params, seed=i) for i in range(count)]
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("fixture", ["tiny_model", "untied_model"])
-@pytest.mark.parametrize("method", ["reload", "direct", "volume", "delta", "checkpoint"])
+METHODS = ["reload", "direct", "volume", "delta", "checkpoint"]
+MODELS = [("tiny_model", False), ("tiny_model", True), ("untied_model", False), ("untied_model", True)]
+
+
+@pytest.mark.parametrize(
+    ("method", "fixture", "lora"),
+    [
+        *((method, *model) for method in METHODS for model in [*MODELS, ("experts_model", False)]),
+        *((method, "experts_model", True) for method in ("reload", "direct")),
+    ],
+)
 async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
     method: str, fixture: str, lora: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     adapter = {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0} if lora else {}
     backend, actor, workers = await spawn_all(request.getfixturevalue(fixture), 2, **adapter)
     sync = SYNC_METHODS.get(method)(tmp_path / "weights")
+    if (method, fixture, lora) == ("direct", "experts_model", True):
+        with pytest.raises(SyncError, match="PEFT rebuilds layers of experts"):
+            await sync.sync(actor, workers, 0)
+        await backend.close()
+        return
     await sync.sync(actor, workers, 0)
+    if method == "reload":  # what any other engine loads
+        plain = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(fixture))
+        plain.save_pretrained(tmp_path / "saved")
+        with open_folder(tmp_path / "saved") as saved, open_folder(next((tmp_path / "weights").glob("v0"))) as sent:
+            assert (names := set(saved)) == set(sent)
+            assert all(torch.equal(saved[name], tensor) for name, tensor in sent.items())
+        assert set(names) <= set(await actor.call("get_weights"))
     policy = PolicyClient(workers)
     seen = []
     for version in (1, 2, 3):

@@ -413,3 +413,19 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model: str, untied_model:
     actor.save_checkpoint(str(tmp_path / "step-0"), {})
     with pytest.raises((CheckpointError, SyncError), match="step-0"):
         make_actor(untied_model).load_checkpoint(str(tmp_path / "step-0"))
+
+
+def test_a_checkpoint_of_a_machine_with_more_gpus_is_resumed(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no GPU here: torch's calls are stood in for."""
+    states = [torch.full((4,), index, dtype=torch.uint8) for index in range(3)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    first = make_actor(tiny_model)
+    first.save_checkpoint(str(tmp_path / "step-0"), {})
+    found: dict[int, torch.Tensor] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: found.update({device: state}))
+    first.load_checkpoint(str(tmp_path / "step-0"))
+    assert [int(found[device][0]) for device in sorted(found)] == [0, 1]

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from mrl.config import TrainingConfig
 from mrl.errors import ConfigError
 from mrl.types import Sample, TrainBatch
 from mrl.workers.actor import ActorWorker
-from mrl.workers.optimizer import HostAdamW, make_optimizer, make_scheduler
+from mrl.workers.optimizer import HostAdamW, group_options, load_optimizer, make_optimizer, make_scheduler
 
 CPU = torch.device("cpu")
 
@@ -69,6 +70,56 @@ def test_host_adamw_goes_on_from_its_state_with_the_model_loaded_before() -> Non
     train(resumed, again, 2, start=3)
     for mine, theirs in zip(resumed.parameters(), module.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+STORED: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"learning_rate": 1e-3},
+        {"weight_decay": 0.3},
+        {"adam_beta1": 0.5},
+        {"adam_beta2": 0.9},
+        {"lr_scheduler_type": "linear"},
+        {"lr_scheduler_type": "constant", "learning_rate": 1e-3},
+        {"warmup_steps": 7},
+        {"num_iterations": 3},
+        {"total": 30},
+    ],
+    ids=str,
+)
+def test_a_changed_option_wins_over_the_stored_optimizer(changes: dict[str, Any]) -> None:
+    """Moments go on; rate, course, decay and betas are those of an optimizer that was made with the new options."""
+
+    def make(changes: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer, LRScheduler, TrainingConfig]:
+        config = TrainingConfig(**(STORED | {name: value for name, value in changes.items() if name != "total"}))
+        module = make_module()
+        optimizer = make_optimizer(list(module.parameters()), config, CPU)
+        return module, optimizer, make_scheduler(optimizer, config, changes.get("total", 10)), config
+
+    module, optimizer, scheduler, _ = make({})
+    for step in range(4):
+        train(module, optimizer, 1, start=step)
+        scheduler.step()
+    stored = copy.deepcopy(optimizer.state_dict())
+    _, expected, course, config = make(changes)
+    expected.step()  # else torch warns of the order
+    for _ in range(4 * config.num_iterations):
+        course.step()
+    _, resumed, schedule, _ = make(changes)
+    load_optimizer(resumed, schedule, stored, 4 * config.num_iterations)
+    for _ in range(3):
+        assert group_options(resumed) == group_options(expected)
+        assert schedule.get_last_lr() == course.get_last_lr()
+        schedule.step()
+        course.step()
+    for mine, theirs in zip(resumed.state_dict()["state"].values(), stored["state"].values(), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    if not changes:
+        assert group_options(optimizer)[0].keys() == group_options(resumed)[0].keys()
 
 
 class FakeGPU(torch.Tensor):

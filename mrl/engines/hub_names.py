@@ -1,0 +1,116 @@
+"""Tensors under the names and in the shapes that a model's Hugging Face files have.
+
+Some models hold their parameters otherwise than their files do: the experts of a layer in one tensor where files have
+three for each, a head under another name. What leaves the actor is as `save_pretrained` writes it, because that is what
+every engine loads; what comes back goes the other way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from mrl.errors import ModelError
+
+
+def to_hub(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors`, under the names of `model.state_dict()`, as its files have them.
+
+    All of them: a tensor in a file may be made of several. What is split or joined are views or copies. Tied ones stay
+    under each name, in their order.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not _conversions(model):
+        return dict(tensors)
+    public: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))  # type: ignore[arg-type]
+    kept = [name for name in tensors if name in public]  # of tied tensors the first name counts, here as there
+    return {name: public[name] for name in [*kept, *(name for name in public if name not in tensors)]}
+
+
+def hub_shapes(model: nn.Module) -> dict[str, Tensor]:
+    """What the model's files hold, as tensors without data."""
+    return to_hub(model, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
+
+
+@dataclass
+class Part:
+    """Tensors of files that become one or several of the model's."""
+
+    target: str
+    """The first one's name in the model."""
+    names: list[str] = field(default_factory=list)
+    """In the files, in the order in which they are joined."""
+    converter: Any = None
+    patterns: list[str] = field(default_factory=list)
+
+    def convert(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Read them, and return the model's own."""
+        if self.converter is None:
+            return {self.target: read(self.names[0])}
+        converter: Any = copy.deepcopy(self.converter)
+        for name, pattern in zip(self.names, self.patterns, strict=True):
+            converter.add_tensor(self.target, name, pattern, read(name))
+        found = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def from_hub(model: nn.Module, names: Iterable[str]) -> list[Part]:
+    """How the tensors of files, by their names there, become the model's."""
+    conversions, own = copy.deepcopy(_conversions(model)), model.state_dict()
+    if not conversions:
+        return [Part(name, [name]) for name in names]
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    parts: dict[str, Part] = {}
+    for name in sorted(names, key=dot_natural_key):  # experts by their numbers
+        target, pattern = rename_source_key(name, renamings, converters)
+        if target not in own and name in own:
+            target, pattern = name, None
+        part = parts.setdefault(target, Part(target))
+        part.names.append(name)
+        if pattern is not None:
+            part.converter = by_pattern[pattern]
+            part.patterns.append(pattern)
+    return list(parts.values())
+
+
+def check_round_trip(model: nn.Module) -> None:
+    """Raise ModelError for a model whose files could not be loaded back into it while it runs."""
+    public, own = hub_shapes(model), model.state_dict()
+    try:
+        found = {n: t for part in from_hub(model, public) for n, t in part.convert(model, public.__getitem__).items()}
+    except Exception as error:  # whatever transformers' conversions raise for tensors they were not made for
+        raise ModelError(f"{_name(model)}: its weights do not come back from their files' form ({error})") from None
+    wrong = [name for name in own if name not in found or found[name].shape != own[name].shape]
+    if wrong or len(found) != len(own):
+        raise ModelError(
+            f"{_name(model)}: its weights do not come back from their files' form "
+            f"({', '.join(sorted({*wrong, *found.keys() - own.keys()})[:3])}), so no worker could load them and no run "
+            "be resumed; use another model, or mode: simple"
+        )
+
+
+def _conversions(model: nn.Module) -> list[Any]:
+    """Those that transformers loaded the model by, or would have; the same that its `save_pretrained` goes by."""
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    if not isinstance(model, PreTrainedModel):
+        return []
+    loaded_by: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if loaded_by is not None:
+        return loaded_by
+    return [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+
+
+def _name(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
