@@ -79,6 +79,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"{config.model}: the tokenizer has no end-of-sequence token, so completions could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    # Prompts that are too long are refused with their row; "will result in indexing errors" before that misleads.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 

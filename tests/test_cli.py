@@ -179,6 +179,7 @@ def test_mistakes_end_with_a_message_and_code_2(
     captured = capsys.readouterr()
     assert message in captured.out + captured.err
     assert "Traceback" not in captured.err
+    assert "indexing errors" not in captured.err
     assert not (folder / "runs").exists()
 
 
