@@ -37,11 +37,23 @@ class Checkpointing:
         """Of the newest whole one."""
         return self.store.checkpoint_path(self.written) if self.written else None
 
+    def newest(self) -> int:
+        """The step of the one that is being written, or of the newest whole one; 0 for none."""
+        return self._writing or self.written
+
     async def write(
-        self, step: int, state: dict[str, Any], metrics: dict[str, float], *, served: Path | None, last: bool
+        self,
+        step: int,
+        state: dict[str, Any],
+        metrics: dict[str, float],
+        *,
+        served: Path | None,
+        last: bool,
+        stopping: bool = False,
     ) -> None:
         """state: what training goes on from, besides the actor's part. metrics: of this step, for `best_metric`.
         served: file with the rollout workers' weights, where they are not the actor's. The last one is waited for.
+        stopping: the run ends early, perhaps before what `best_metric` names was measured.
 
         Raises CheckpointError when it may not fail, and ConfigError for a `best_metric` there is not.
         """
@@ -62,6 +74,10 @@ class Checkpointing:
             return
         if last:
             await self._finish(step, must=True)
+
+    async def finish(self, step: int) -> None:
+        """Wait for the one that is being written, the run's last. Raises CheckpointError."""
+        await self._finish(step, must=True)
 
     async def _finish(self, step: int, *, must: bool) -> None:
         """Wait for the one that is being written, and delete those that are no longer wanted."""

@@ -11,6 +11,7 @@ from typing import Any
 from mrl.errors import CheckpointError, ConfigError
 from mrl.flags import argument, parse
 from mrl.resume import existing_run
+from mrl.shell import command
 from mrl.store.checkpoints import best_step, find_checkpoint, list_checkpoints
 from mrl.units import size
 
@@ -52,9 +53,8 @@ def checkpoints(argv: list[str]) -> int:
             raise ConfigError(f"mrl checkpoints RUN {action}: is about all of them; leave out {', '.join(found)}")
         return _list(run, verify=action == "verify", as_json=given.get("json", False))
     if "target" not in given:
-        raise ConfigError(
-            f"mrl checkpoints RUN {action}: say where to, e.g. `mrl checkpoints {run.name} {action} TARGET`"
-        )
+        example = command("mrl", "checkpoints", run.name, action)
+        raise ConfigError(f"mrl checkpoints RUN {action}: say where to, e.g. `{example} TARGET`")
     checkpoint = find_checkpoint(run, given.get("which", "newest"))
     if problems := checkpoint.problems():
         raise CheckpointError("; ".join(problems))
@@ -171,19 +171,30 @@ def _list(run: Path, *, verify: bool, as_json: bool) -> int:
 def _push(checkpoint: Path, repository: str, *, merged: bool) -> str:
     import tempfile
 
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    from mrl.data.files import reachable
+
+    failed = f"push to {repository!r} failed"
+    if constants.HF_HUB_OFFLINE:
+        raise CheckpointError(f"{failed}: HF_HUB_OFFLINE is set; unset it, or use export to a folder")
+    if not reachable(constants.ENDPOINT):
+        raise CheckpointError(
+            f"{failed}: cannot reach {constants.ENDPOINT}; check the connection, or export to a folder"
+        )
     with tempfile.TemporaryDirectory() as folder:
         export(checkpoint, Path(folder), merged=merged)
         try:
             api = HfApi()
             api.create_repo(repository, private=True, exist_ok=True)
             return str(api.upload_folder(folder_path=folder, repo_id=repository))
-        except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
-            raise CheckpointError(
-                f"push to {repository!r} failed ({error}); log in with `hf auth login`, check name and connection"
-            ) from None
+        except HFValidationError as error:
+            raise CheckpointError(f"{failed}: {error}; give USER/NAME") from None
+        except HfHubHTTPError as error:
+            raise CheckpointError(f"{failed} ({error}); log in with `hf auth login`, check name and rights") from None
+        except Exception as error:  # the libraries below have network errors of their own
+            raise CheckpointError(f"{failed} ({type(error).__name__}: {error}); check the connection") from error
 
 
 def _answer(result: dict[str, str], as_json: bool) -> None:

@@ -6,6 +6,7 @@ message and exit code 2.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import json
@@ -16,6 +17,8 @@ from dataclasses import asdict
 from typing import Any
 
 from mrl.errors import ConfigError, MRLError
+from mrl.last_resort import run_command, says_everything
+from mrl.shell import command
 from mrl.units import duration, plural, size
 
 Command = Callable[[list[str]], int]
@@ -42,22 +45,13 @@ TRAIN_BASICS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the `mrl` command. Exits with 0, with 2 for what the user can mend, with 130 after Ctrl-C."""
+    """Entry point of the `mrl` command. Exits with 0, with 2 for what the user can mend, with 1 for what nobody
+    foresaw, with 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP."""
     # Waiting threads that spin take the cores from whatever else runs, a sandbox for one: on a busy machine a training
     # step then takes ten times as long. Has to be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if argv is None else argv
-    try:
-        sys.exit(_dispatch(arguments))
-    except MRLError as error:
-        from mrl.config.dialects import in_flags
-
-        _complain(str(error) if error.worded else in_flags(str(error)))
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(0)
+    run_command(lambda: _dispatch(arguments), arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -83,7 +77,8 @@ def _dispatch(arguments: list[str]) -> int:
 def train(argv: list[str]) -> int:
     """Train a model by reinforcement learning."""
     from mrl.config.dialects import in_flags
-    from mrl.flags import argument, flat_options, parse
+    from mrl.config.recipe import located
+    from mrl.flags import argument, find_recipe, flat_options, parse
 
     given = parse(
         "mrl train",
@@ -110,21 +105,29 @@ def train(argv: list[str]) -> int:
     if given.pop("simple_mode", False) and given.setdefault("mode", "simple") != "simple":
         raise ConfigError(f"mode: --simple-mode and --mode {given['mode']} say different things: give only one")
 
+    from mrl.interrupts import exit_code
+    from mrl.resume import how_to_go_on
     from mrl.trainer import MRLTrainer, make_config
 
-    options = flat_options(recipe, given)
+    options: dict[str, Any] = {}
     try:
-        config = make_config(options)
-        result = MRLTrainer(config).train()
+        with located(find_recipe(recipe) if recipe else None, given):
+            options = flat_options(recipe, given)
+            config = make_config(options)
+            result = MRLTrainer(config).train()
     except MRLError as error:
         if not error.worded:
             error.reword(in_flags(str(error), keys=options.keys() - given.keys()))
         raise
-    if as_json:
-        _print_json(asdict(result))
-    else:
-        _print_run(result, config)
-    return 0
+    stopped = result.signal if result.status == "interrupted" else None
+    with contextlib.suppress(OSError) if stopped else contextlib.nullcontext():  # the terminal may be gone
+        if as_json:
+            _print_json(asdict(result))
+        elif stopped and not result.steps:
+            print(how_to_go_on(result.run_dir))
+        else:
+            _print_run(result, config)
+    return exit_code(stopped) if stopped else 0
 
 
 def _print_run(result: Any, config: Any) -> None:
@@ -132,10 +135,12 @@ def _print_run(result: Any, config: Any) -> None:
     from rich.markup import escape
 
     from mrl import report
+    from mrl.resume import how_to_go_on
 
     console = Console(highlight=False)
     run = result.run_dir
-    print(report.draw_terminal(run, width=min(console.width, 90)))
+    if says_everything():  # it is drawn with characters that others lack
+        print(report.draw_terminal(run, width=min(console.width, 90)))
     for pair in report.before_and_after(run):
         console.rule(escape(pair["task_id"]), align="left")
         console.print(escape(pair["prompt"].strip()), style="dim")
@@ -159,16 +164,19 @@ def _print_run(result: Any, config: Any) -> None:
     console.print(f"Everything is in {run}/", soft_wrap=True, markup=False)
     if curve.steps:
         console.print(f"  {f'{curve.what} curve':14} {run / f'{curve.what}.png'}")
+    if result.status == "interrupted":
+        print(how_to_go_on(run))
+        return
     if result.checkpoint is None or (config.trl.mode == "simple" and config.trl.algorithm == "reward"):
         return
     split = config.data.eval_split or config.data.dataset_split
     console.print("Go on with", style="bold")
     if config.data.dataset_name and curve.what == "reward":
-        console.print(f"  mrl eval {run} --dataset {config.data.dataset_name} --split {split}", soft_wrap=True)
+        print(f"  {command('mrl', 'eval', run, '--dataset', config.data.dataset_name, '--split', split)}")
     pairs = report.before_and_after(run, 1)
     prompt = pairs[0]["prompt"] if pairs else "your prompt"
-    console.print(f"  mrl sample {run} {json.dumps(prompt)}", soft_wrap=True, markup=False)
-    console.print(f"  mrl train --model {run} …   # train on from here", soft_wrap=True, markup=False)
+    print(f"  {command('mrl', 'sample', run, prompt)}")
+    print(f"  {command('mrl', 'train', '--model', run)} …   # train on from here")
 
 
 # --- doctor and cache -------------------------------------------------------------------------------------------------
@@ -274,11 +282,7 @@ def _overview() -> str:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
-
-
-def _complain(message: str) -> None:
-    print(f"mrl: error: {message}", file=sys.stderr)
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=not says_everything()))
 
 
 def _say(message: str) -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from mrl.config import OrchestratorConfig, flat_fields, load_recipe, nest
 from mrl.config.dialects import PYTHON_ONLY
-from mrl.config.recipe import yaml_numbers
+from mrl.config.recipe import located, yaml_numbers
 from mrl.config.section import unknown_option
 from mrl.errors import ConfigError, MRLError
 
@@ -94,14 +94,16 @@ def parse(
 
 def config_from(recipe: str | None, given: dict[str, Any]) -> OrchestratorConfig:
     """Defaults, then the recipe, then the flags. Raises ConfigError."""
-    return OrchestratorConfig.from_flat(**flat_options(recipe, given))
+    with located(find_recipe(recipe) if recipe else None, given):
+        return OrchestratorConfig.from_flat(**flat_options(recipe, given))
 
 
 def flat_options(recipe: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """The recipe's options by flat name, with the flags in their place where both say something. Raises ConfigError."""
-    options = load_recipe(find_recipe(recipe))[0] if recipe else {}
+    path = find_recipe(recipe) if recipe else None
     try:
-        nested = nest(options)
+        with located(path):
+            nested = nest(load_recipe(path)[0] if path else {})
     except MRLError as error:
         error.worded = True  # what is wrong with a recipe is said in its own words
         raise

@@ -6,8 +6,8 @@ checkpoint, an existing folder that model, and anything else a Hub id.
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.config import ModelConfig
-from mrl.errors import ModelError
+from mrl.data.files import reachable
+from mrl.errors import ModelError, MRLError
 from mrl.starter import STARTER_DIR
 from mrl.store.checkpoints import find_checkpoint
 from mrl.store.run import find_run
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "spiece*", "tokenization*.py")
+"""Patterns of which a folder with a tokenizer has at least one."""
 _LOADING = threading.Lock()
 """`from_pretrained` builds models under a process-wide default device: two at once leave tensors without data."""
 
@@ -64,16 +67,26 @@ def load_config(config: ModelConfig) -> Any:
 
     source = _base_of_adapter(resolve_model(config.model)) or resolve_model(config.model)
     with _explained(config.model):
-        return AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            source,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=not _hub_answers(config.model, source, config.revision),
+        )
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a padding token. Raises ModelError."""
     from transformers import AutoTokenizer
 
-    with _explained(config.model):
+    source = resolve_model(config.model)
+    with _explained(config.model, "its tokenizer"):
+        _check_tokenizer_files(Path(source))
         tokenizer = AutoTokenizer.from_pretrained(
-            resolve_model(config.model), revision=config.revision, trust_remote_code=config.trust_remote_code
+            source,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=not _hub_answers(config.model, source, config.revision),
         )
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{config.model}: the tokenizer has no end-of-sequence token, so completions could never end")
@@ -82,6 +95,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     # Prompts that are too long are refused with their row; "will result in indexing errors" before that misleads.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Raise ModelError for a local model that comes without any."""
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ModelError(
+            f"model {str(folder)!r}: the folder has no tokenizer (tokenizer.json and tokenizer_config.json); copy "
+            "these files from the model that it was trained from"
+        )
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -104,6 +126,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             revision=config.revision if base is None else None,
             trust_remote_code=config.trust_remote_code,
             dtype=torch.float32,
+            local_files_only=not _hub_answers(config.model, base or source, config.revision if base is None else None),
         )
         if base is not None:
             from peft import PeftModel
@@ -130,6 +153,7 @@ def load_classifier(config: ModelConfig) -> PreTrainedModel:
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             dtype=torch.float32,
+            local_files_only=not _hub_answers(config.model, source, config.revision),
         )
     model.to(pick_device(config.device))
     return model
@@ -168,38 +192,106 @@ def context_length(model_config: Any, wanted: int) -> int:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turns what loading a model may raise into a ModelError that says what to do."""
+def _explained(name: str, what: str = "it") -> Iterator[None]:
+    """Turns whatever loading a model may raise (its own code is among it) into a ModelError that says what to do."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except MRLError:
+        raise
+    except Exception as error:
         if "trust_remote_code" in str(error):
             advice = "it comes with Python code of its own: set trust_remote_code: true if you trust its authors"
+        elif damaged := _damaged_file(name):
+            advice = f"{damaged} is damaged or cut short; copy or download it again"
         elif isinstance(error, OSError) and not Path(name).exists():
-            offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-            advice = (
-                f"it is no local folder, no run, and the Hub did not give it{offline}; check the spelling, your "
-                "connection and access rights, or use a local folder or `starter`"
-            )
+            advice = f"{_NOT_FOUND}{_offline()}; {_LOOK_AT}"
         else:
-            advice = "it could not be loaded"
+            advice = f"{what} could not be loaded"
         raise ModelError(f"model {name!r}: {advice} ({type(error).__name__}: {_first_line(error)})") from error
+
+
+_NOT_FOUND = "it is no local folder, no run, and the Hub did not give it"
+_LOOK_AT = "check the spelling, your connection and access rights, or use a local folder or `starter`"
+
+
+def _offline() -> str:
+    from huggingface_hub import constants
+
+    return " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+
+
+@functools.cache
+def _hub_answers(name: str, source: str, revision: str | None) -> bool:
+    """Whether the Hub can be asked for `source`, which was called `name`; if not, it is in the cache.
+
+    Asked once, before libraries ask for file after file, each with retries. Raises ModelError when it is nowhere.
+    """
+    if Path(source).exists():
+        return True
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    problem: Exception | None = None
+    try:
+        cached = isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str)
+        if not constants.HF_HUB_OFFLINE:
+            if not reachable(constants.ENDPOINT):
+                raise ConnectionError(f"{constants.ENDPOINT} does not answer")
+            get_hf_file_metadata(hf_hub_url(source, "config.json", revision=revision))
+            return True
+    except HFValidationError:
+        raise ModelError(f"model {name!r}: it is no local folder, no run, and no Hub id (USER/NAME)") from None
+    except EntryNotFoundError:  # an adapter's repository has none
+        return True
+    except (HfHubHTTPError, OSError) as error:
+        problem = error
+    if cached:
+        return False
+    reason = f" ({type(problem).__name__}: {_first_line(problem)})" if problem else ""
+    raise ModelError(f"model {name!r}: {_NOT_FOUND}{_offline()}; {_LOOK_AT}{reason}") from problem
+
+
+def _damaged_file(name: str) -> Path | None:
+    """The first file of a local model's tensors that cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        folder = Path(resolve_model(name))
+    except MRLError:
+        return None
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np"):
+                continue
+        except (SafetensorError, OSError):
+            return path
+    return None
 
 
 def _base_of_adapter(source: str) -> str | None:
     path = Path(source) / "adapter_config.json"
     if not path.is_file():
         return None
-    base = json.loads(path.read_text()).get("base_model_name_or_path")
+    base = _read_json(path).get("base_model_name_or_path")
     if not base:
         raise ModelError(f"{path}: names no base model (base_model_name_or_path)")
-    return base
+    return str(base)
 
 
 def _is_classifier(source: str) -> bool:
     path = Path(source) / "config.json"
-    architectures = json.loads(path.read_text()).get("architectures") if path.is_file() else None
+    architectures = _read_json(path).get("architectures") if path.is_file() else None
     return any("ForSequenceClassification" in name for name in architectures or [])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({_first_line(error)}); copy or download it again") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: is not a JSON object; copy or download it again")
+    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,7 +8,6 @@ while the actor trains, and how far ahead, is the stream's to say (`mrl/stream.p
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +16,14 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import WorkerHandle
+from mrl.background import in_background
 from mrl.checkpointing import Checkpointing
 from mrl.config import OrchestratorConfig
 from mrl.crew import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.data import TaskOrder
 from mrl.experience import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
 from mrl.gap_watch import GapWatch
+from mrl.interrupts import Stopped
 from mrl.preflight import Prepared, check_disk, prepare, total_steps
 from mrl.producer import Producer
 from mrl.progress import showing_progress
@@ -49,16 +50,20 @@ class Orchestrator(RecordedRun):
         self.version = 0
         self.seconds: dict[str, float] = {}
         self.gap_watch = GapWatch(config, self._note)
+        self.boundary: dict[str, Any] | None = None
+        """What training goes on from after the last whole step, while what is under way may be given up."""
+        self.evaluation_due = False
+        """An evaluation after the last whole step was given up."""
 
     async def _prepare(self) -> None:
-        self.prepared = await asyncio.to_thread(prepare, self.config)
+        self.prepared = await in_background(prepare, self.config)
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
         self.prepared.notices += await try_rewards(self.config, tasks + self.prepared.eval_tasks, self.total_steps)
         self.sync = make_sync(self.config, self.run_dir / self.scratch)
 
     async def _train(self) -> None:
-        facts = await self._start_workers()
+        facts = await self._unless_stopped(self._start_workers())
         notices = facts.pop("notices")
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_stream()
@@ -73,22 +78,53 @@ class Orchestrator(RecordedRun):
     def _newest_checkpoint(self) -> Path | None:
         return self.checkpoints.path()
 
+    def _complete(self) -> bool:
+        return self.step >= self.total_steps and not self.evaluation_due
+
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     async def _loop(self) -> None:
+        try:
+            await self._steps()
+        except Stopped:
+            await self.stream.close()  # what is given up takes no time from the checkpoint
+        if self.step:
+            await self._last_checkpoint()
+
+    async def _steps(self) -> None:
+        """Train until the end, or until asked to stop. Raises Stopped where that gives up what was under way."""
         training = self.config.training
-        if self.point is None and self._evaluates():
+        if self._evaluates() and (self.point is None or self.point.state.get("evaluation_due")):
             await self._evaluate()
         while self.step < self.total_steps and not self.stopping:
+            self.boundary = self._state() if self._settled() else None
             self.stream.advance(self.step, self.version)
             self.step += 1
-            self.metrics = await self._one_step()
-            last = self.step == self.total_steps or self.stopping
+            try:
+                self.metrics = await self._one_step()
+            except Stopped:
+                self.step -= 1
+                raise
+            self.boundary = None
+            last = self.step == self.total_steps
             if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
             due = training.save_steps and self.step % training.save_steps == 0 and not self.gap_watch.in_a_row
-            if last or due:
-                await self._checkpoint(last=last)
+            if due and not last and not self.stopping:
+                await self._checkpoint(last=False)
+
+    def _settled(self) -> bool:
+        """Whether nothing is under way between two steps, so that a step can be given up as if it had not begun."""
+        return self.config.overlap.async_mode == "off" and not self.config.overlap.by_group
+
+    async def _take(self) -> Taken:
+        """The step's groups. A run that is asked to stop gives them up: generating is most of a step, and who sends
+        SIGTERM does not wait long. Not where no step was finished, which would be kept; nor in a pipeline, where what
+        is under way ends first for the resumed run to be the same one."""
+        work = self.stream.take(self.step, self.version)
+        if self.step == 1 or self.config.overlap.async_mode == "pipeline":
+            return await work
+        return await self._unless_stopped(work)
 
     async def _one_step(self) -> dict[str, float]:
         start = perf_counter()
@@ -99,7 +135,7 @@ class Orchestrator(RecordedRun):
         try:
             with self._timed("wait"):
                 async with showing_progress(self.trackers, self.workers, self._generates):
-                    taken = await self.stream.take(self.step, self.version)
+                    taken = await self._take()
             groups = taken.groups
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
@@ -110,17 +146,24 @@ class Orchestrator(RecordedRun):
             metrics |= shaping_metrics(groups, self.config)
             metrics |= await self._learn(groups)
             self.watch.look(self.step, groups)
-        finally:  # what was generated is written down, whatever came after
-            recorded = self.stream.unused() if taken is None else [*groups, *taken.dropped]
-            tokens = sum(rollout.num_tokens for group in recorded for rollout in group.rollouts)
-            self.seconds["step"] = perf_counter() - start
-            metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-            metrics |= {"rollout/tokens": float(tokens), "rollout/tokens_per_second": tokens / self.seconds["step"]}
-            self.store.write_step(self.step, metrics, recorded)
+        except Stopped:  # as if the step had not begun
+            raise
+        except BaseException:  # what was generated is written down, whatever came after
+            self._write_step(start, metrics, self.stream.unused() if taken is None else [*groups, *taken.dropped])
+            raise
+        self._write_step(start, metrics, [*groups, *taken.dropped])
         self.trackers.log(self.step, metrics)
         self._show_completions(groups)
         self.gap_watch.stop()
         return metrics
+
+    def _write_step(self, start: float, metrics: dict[str, float], recorded: list[Group]) -> None:
+        """Into the run's record, with the times."""
+        tokens = sum(rollout.num_tokens for group in recorded for rollout in group.rollouts)
+        self.seconds["step"] = perf_counter() - start
+        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        metrics |= {"rollout/tokens": float(tokens), "rollout/tokens_per_second": tokens / self.seconds["step"]}
+        self.store.write_step(self.step, metrics, recorded)
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
@@ -159,7 +202,9 @@ class Orchestrator(RecordedRun):
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
         await self.gap_watch.look(self.step, metrics, self.actor, self.workers)
-        if self._just_synced():
+        if self._just_synced() and self.stopping:
+            self.version += 1  # nobody samples with them any more, and a resumed run sends them first
+        elif self._just_synced():
             if not self.config.overlap.in_flight:
                 with self._timed("wait"):
                     await self.stream.quiet()
@@ -173,6 +218,11 @@ class Orchestrator(RecordedRun):
     async def _evaluate(self) -> None:
         """Attempt the held-out tasks once each, with the same seeds every time."""
         await self.stream.settle()  # reward functions may draw from one generator of random numbers
+        self.boundary, self.evaluation_due = self._state(), True
+        await self._unless_stopped(self._attempt_held_out())
+        self.boundary, self.evaluation_due = None, False
+
+    async def _attempt_held_out(self) -> None:
         start = perf_counter()
         seed = derive_seed(self.config.training.seed, "eval")
         async with showing_progress(self.trackers, self.workers, lambda: True, "evaluating"):
@@ -186,21 +236,38 @@ class Orchestrator(RecordedRun):
         self.trackers.log(self.step, self.eval_metrics)
         self.watch.look_at_evaluation(self.step, groups)
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    async def _last_checkpoint(self) -> None:
+        """Of where the run ends, unless that is what the last one holds."""
+        began_with = self.point is not None and bool(self.point.state.get("evaluation_due"))
+        if self.checkpoints.newest() == self.step and self.evaluation_due == began_with:
+            await self.checkpoints.finish(self.step)
+        else:
+            await self._checkpoint(last=True)
+
     async def _checkpoint(self, *, last: bool) -> None:
         self.trackers.phase("saving")
-        await self.stream.settle()
-        state = {
-            "policy_version": self.version,
-            "order": self.order.state_dict(),
-            "random": random_state(),
+        if self.boundary is None:
+            await self.stream.settle()
+        state = (self.boundary or self._state()) | {
             "tasks": fingerprint(self.prepared.tasks),
             "trackers": self.trackers.run_ids(),
-            "gap_in_a_row": self.gap_watch.in_a_row,
-            "in_flight": self.stream.state_dict(),
+            "evaluation_due": self.evaluation_due,
         }
         served = None if self._just_synced() else self.sync.served() or self.served
         known = self.metrics | (self.eval_metrics if self.eval_step == self.step else {})
-        await self.checkpoints.write(self.step, state, known, served=served, last=last)
+        await self.checkpoints.write(self.step, state, known, served=served, last=last, stopping=self.stopping)
+
+    def _state(self) -> dict[str, Any]:
+        """What training goes on from after this step, besides the actor's part."""
+        return {
+            "policy_version": self.version,
+            "order": self.order.state_dict(),
+            "random": random_state(),
+            "gap_in_a_row": self.gap_watch.in_a_row,
+            "in_flight": self.stream.state_dict(),
+        }
 
     # --- starting ---------------------------------------------------------------------------------------------------
 

@@ -1,30 +1,46 @@
-"""What every run has, whoever trains: its record, its trackers, Ctrl-C, resuming, and an end in good order."""
+"""What every run has, whoever trains: its record, its trackers, stopping, resuming, and an end in good order."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import shlex
 import shutil
+import signal
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig
 from mrl.environment import differences
 from mrl.errors import StoreError
-from mrl.interrupts import interrupts
+from mrl.interrupts import Stopped, end_process
 from mrl.models import pin_model
 from mrl.report import first_and_last_reward, shown_completion
-from mrl.resume import ResumePoint, check_same_run, check_same_tasks, find_resume_point, record_options
+from mrl.resume import (
+    ResumePoint,
+    check_same_run,
+    check_same_tasks,
+    find_resume_point,
+    how_to_go_on,
+    record_options,
+    resume_command,
+)
 from mrl.run_watch import RunWatch, find_troubles
+from mrl.shell import command
 from mrl.store.checkpoints import remove_leftovers
 from mrl.store.run import RunStore, read_rows
 from mrl.tracking import RunInfo, TrackerSet
 from mrl.tracking.base import WARNING, Status
 from mrl.types import Group
 from mrl.units import duration, plural
+
+T = TypeVar("T")
+
+GIVING_UP_SECONDS = 5.0
+"""How long what is given up may take to end; then it is left behind."""
 
 
 @dataclass(repr=False)
@@ -40,6 +56,8 @@ class RunResult:
     eval_metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation on held-out tasks."""
     seconds: float = 0.0
+    signal: int | None = None
+    """What asked it to stop, e.g. 2 (SIGINT, which is Ctrl-C) or 15 (SIGTERM)."""
     rewards: tuple[float, float] | None = None
     """Mean reward of the run's first step and of its last; None where there were no rewards."""
     warnings: list[str] = field(default_factory=list)
@@ -54,10 +72,10 @@ class RunResult:
             figures.append(f"loss {self.metrics['train/loss']:.4f}")
         if "eval/pass_rate" in self.eval_metrics:
             figures.append(f"held-out pass rate {self.eval_metrics['eval/pass_rate']:.1%}")
-        run = shlex.quote(str(self.run_dir))
-        following = f"mrl runs show {run}"
+        following = command("mrl", "runs", "show", self.run_dir)
         if self.checkpoint is not None:
-            following = f"mrl sample {run} 'your prompt'" if self.status == "finished" else f"mrl train --resume {run}"
+            sample = command("mrl", "sample", self.run_dir, "your prompt")
+            following = sample if self.status == "finished" else resume_command(self.run_dir)
         lines = [
             f"{self.status} after {plural(self.steps, 'step')}, {duration(self.seconds)}",
             *([", ".join(figures)] if figures else []),
@@ -84,32 +102,53 @@ class RecordedRun:
         self.config, self.run_dir, self.resume = config, run_dir, resume
         self.point: ResumePoint | None = None
         self.stopping = False
+        self.signal: int | None = None
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
         self.eval_step: int | None = None
         """Step after which they were measured."""
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._asked = asyncio.Event()
+        self._gives_up = False
         self.watch = RunWatch(config, run_dir, self._warn)
 
     async def run(self) -> RunResult:
         """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
         start = perf_counter()
+        self._event_loop = asyncio.get_running_loop()
+        if self.signal is not None:  # before there was a loop to tell
+            self._stop()
         self.config.model.model = pin_model(self.config.model.model)
         self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
         self.trackers.phase("loading data")
-        await self._prepare()
+        try:
+            await self._unless_stopped(self._prepare())
+        except Stopped:
+            self.trackers.finish("interrupted")
+            seconds = perf_counter() - start
+            return RunResult(self.run_dir, "interrupted", 0, None, {}, seconds=seconds, signal=self.signal)
         self.trackers.phase("loading", self.config.model.model)
         self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
         self.store = self._open_store()
         outcome: Status = "failed"
+        checkpoint = None if self.point is None else self.point.checkpoint.path
         warnings: list[str] = []
         try:
-            with interrupts(self._interrupt):
+            with contextlib.suppress(Stopped):  # while it loaded: what there was before is what there is
                 await self._train()
-            outcome = "finished" if self.step >= self.total_steps else "interrupted"
+                outcome, checkpoint = "finished" if self._complete() else "interrupted", self._newest_checkpoint()
+            if self.stopping and outcome != "finished":
+                outcome = "interrupted"
             warnings = self._sum_up(outcome)
+            if self.stopping and outcome != "finished":
+                self._note(how_to_go_on(self.run_dir))
             self.store.finish(outcome)
         except BaseException as error:
+            if self.stopping and isinstance(error, asyncio.CancelledError):  # asked twice
+                outcome = "interrupted"
+                self.store.finish(outcome)
+                raise
             outcome = "failed"
             self.store.finish("failed", f"{type(error).__name__}: {error}")
             with contextlib.suppress(StoreError):  # which may be the very error
@@ -124,13 +163,28 @@ class RecordedRun:
             run_dir=self.run_dir,
             status=outcome,
             steps=self.step,
-            checkpoint=self._newest_checkpoint(),
+            checkpoint=checkpoint,
             metrics=self.metrics,
             eval_metrics=self.eval_metrics,
             seconds=perf_counter() - start,
+            signal=self.signal,
             rewards=first_and_last_reward(self.run_dir),
             warnings=warnings,
         )
+
+    # --- being stopped ----------------------------------------------------------------------------------------------
+
+    def request_stop(self, number: int) -> None:
+        """Have the run keep what it has trained and end. From any thread, and from a signal handler. number: the
+        signal's."""
+        self.signal = number
+        if self._event_loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._event_loop.call_soon_threadsafe(self._stop)
+
+    def end_at_once(self, number: int) -> NoReturn:
+        """End the process, from within a signal handler, saying what was kept."""
+        end_process(number, f"stopped at once. {how_to_go_on(self.run_dir)}")
 
     # --- what a subclass does ---------------------------------------------------------------------------------------
 
@@ -146,9 +200,35 @@ class RecordedRun:
         """After the workers are gone, whatever happened."""
 
     def _newest_checkpoint(self) -> Path | None:
+        """After `_train` has returned."""
         raise NotImplementedError
 
+    def _complete(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.step >= self.total_steps
+
     # --- for its use ------------------------------------------------------------------------------------------------
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises Stopped, and cancels it, when the run is asked to stop before it has ended.
+
+        For what a resumed run does again; an error in it is then of no interest.
+        """
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        self._gives_up = True
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if self.stopping and not (task.done() and task.exception() is None):
+                raise Stopped
+            return await task
+        finally:
+            self._gives_up = False
+            asked.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=GIVING_UP_SECONDS)
+            if task.done() and not task.cancelled():
+                task.exception()  # was seen
 
     def _announce(self, what: str, facts: dict[str, Any], *, shown: dict[str, Any], notices: list[str]) -> None:
         """Start the trackers and say how the run begins. facts: of the worker that trains. shown: for people."""
@@ -233,6 +313,12 @@ class RecordedRun:
         self.store.event("tracker_failed", message, step=self.step)
         self.trackers.note(message)
 
-    def _interrupt(self) -> None:
+    def _stop(self) -> None:
+        if self.stopping:
+            return
         self.stopping = True
-        self._note("interrupted: finishing this step and writing a checkpoint (Ctrl-C again to stop at once)")
+        self._asked.set()
+        if hasattr(self, "store"):
+            why = "interrupted" if self.signal in (None, signal.SIGINT) else signal.Signals(self.signal).name
+            what = "giving up what is under way" if self._gives_up else "finishing this step"
+            self._note(f"{why}: {what} and writing a checkpoint (Ctrl-C again to stop at once)")

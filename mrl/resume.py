@@ -14,7 +14,8 @@ import yaml
 
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import CheckpointError, ConfigError
-from mrl.store.checkpoints import Checkpoint, newest_intact
+from mrl.shell import command
+from mrl.store.checkpoints import Checkpoint, list_checkpoints, newest_intact
 from mrl.store.run import find_run, runs_root
 from mrl.types import Task
 
@@ -79,14 +80,37 @@ def find_resume_point(run: Path) -> ResumePoint | None:
     return None if checkpoint is None else ResumePoint(checkpoint, checkpoint.state, problems)
 
 
+def how_to_go_on(run: Path) -> str:
+    """What a run that was stopped has kept, and how to go on with it, in sentences."""
+    if find_run(str(run)) is None:
+        return "Nothing was kept: the run had not begun."
+    checkpoints = list_checkpoints(run)
+    kept = f"Kept: {checkpoints[-1].path}." if checkpoints else "Nothing was kept: no checkpoint had been written."
+    return f"{kept} {'Go on' if checkpoints else 'Begin again'} with: {resume_command(run)}"
+
+
+def resume_command(run: Path) -> str:
+    """What goes on with a run: a command, or Python where the run's record lacks what was given in Python."""
+    try:
+        given_in_python = [name for name, value in stored_options(run).items() if is_description(value)]
+    except ConfigError:  # the command will say so
+        given_in_python = []
+    if given_in_python:
+        return f"MRLTrainer(resume={str(run)!r}, {', '.join(f'{name}=…' for name in given_in_python)}).train()"
+    return command("mrl", "train", "--resume", run)
+
+
 def stored_options(run: Path) -> dict[str, Any]:
     """A run's options by flat name, as its config.yaml has them. Raises ConfigError."""
     path = run / "config.yaml"
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
         return {name: value for section in sections.values() for name, value in section.items()}
-    except (OSError, yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}), so the run cannot be resumed") from None
+    except (OSError, ValueError, yaml.YAMLError, AttributeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{where}: cannot be read ({problem}), so the run cannot be resumed; restore it") from None
 
 
 def resumed_config(run: Path, given: dict[str, Any]) -> OrchestratorConfig:

@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import yaml
-
+from mrl.config import load_recipe
 from mrl.errors import ConfigError, StoreError
 from mrl.flags import argument, parse
+from mrl.last_resort import says_everything
 from mrl.store.export import STDOUT, export
 from mrl.store.filters import Filter
 from mrl.store.find import RunSummary, all_runs, find_run, runs_root, summarize
@@ -322,7 +322,8 @@ def _find(name: str) -> Path:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
+    """The run's options as they were recorded. Raises ConfigError naming the line that cannot be read."""
+    return load_recipe(folder / "config.yaml")[0]
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -378,7 +379,7 @@ def _print_pairs(pairs: dict[str, Any]) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(_utf8(json.dumps(jsonable(value, finite=True), indent=2, default=str, ensure_ascii=False)))
+    print(_utf8(json.dumps(jsonable(value, finite=True), indent=2, default=str, ensure_ascii=not says_everything())))
 
 
 def _utf8(value: str) -> str:

@@ -139,10 +139,17 @@ class Stream:
     async def take(self, step: int, version: int) -> Taken:
         """The groups of a step that an actor of this version is about to train on, in the order they were drawn.
 
-        Raises what `produce` raised.
+        Raises what `produce` raised. Cancelled, it takes nothing.
         """
-        target, unhelpful = self.sizes[step] if self.overlap.by_group else 1, 0
         taken: list[Ticket] = []
+        try:
+            return await self._take(step, version, taken)
+        except asyncio.CancelledError:
+            self.tickets = sorted([*self.tickets, *taken], key=lambda ticket: ticket.number)
+            raise
+
+    async def _take(self, step: int, version: int, taken: list[Ticket]) -> Taken:
+        target, unhelpful = self.sizes[step] if self.overlap.by_group else 1, 0
         while True:
             self._raise_errors(step)
             self._give_up_stale(version)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -14,10 +15,11 @@ from mrl.config import ModelConfig, OrchestratorConfig
 from mrl.config.dialects import in_python
 from mrl.config.keywords import Options
 from mrl.errors import ConfigError, DataError, ModelError, MRLError, RewardError
+from mrl.interrupts import interrupts
 from mrl.orchestrator import Orchestrator
-from mrl.recorded_run import RunResult
+from mrl.recorded_run import RecordedRun, RunResult
 from mrl.report import write_png
-from mrl.resume import existing_run, resumed_config
+from mrl.resume import existing_run, how_to_go_on, resumed_config
 from mrl.store.run import runs_root
 
 if TYPE_CHECKING:
@@ -54,19 +56,23 @@ class MRLTrainer:
     def train(self) -> RunResult:
         """Run to the end and return what it came to. Raises a subclass of MRLError.
 
-        Works in a notebook too, where an event loop is already running.
+        Works in a notebook too, where an event loop is already running. On the main thread, Ctrl-C, SIGTERM and SIGHUP
+        end it in good order with a checkpoint, and `status` is then `interrupted`; a second one ends the process, or
+        in a notebook the call (KeyboardInterrupt).
         """
         try:
             if self._given is not None:
                 self._given.write(self.run_dir, resume=self.resume)
-            result = run_to_end(self._run())
+            run = self._make_run()
+            result = run_to_end(run.run(), run)
         except MRLError as error:
             self._reword(error)
             raise
         finally:
             if self._given is not None:
                 self._given.remove(self.run_dir)
-        write_png(self.run_dir)
+        if (self.run_dir / "config.yaml").exists():  # it was not stopped before it began
+            write_png(self.run_dir)
         return result
 
     def _from_arguments(self) -> OrchestratorConfig:
@@ -95,12 +101,12 @@ class MRLTrainer:
         ):
             error.reword(in_python(str(error), self._arguments))
 
-    def _run(self) -> Coroutine[Any, Any, RunResult]:
+    def _make_run(self) -> RecordedRun:
         if self.config.trl.mode == "simple":
             from mrl.simple.run import SimpleRun
 
-            return SimpleRun(self.config, self.run_dir, resume=self.resume).run()
-        return Orchestrator(self.config, self.run_dir, resume=self.resume).run()
+            return SimpleRun(self.config, self.run_dir, resume=self.resume)
+        return Orchestrator(self.config, self.run_dir, resume=self.resume)
 
 
 def train_simple(**options: Unpack[Options]) -> RunResult:
@@ -145,24 +151,66 @@ def choose_run_dir(config: OrchestratorConfig) -> Path:
     return runs_root() / f"{model}-{data}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also from a thread whose event loop is running."""
+def run_to_end(work: Coroutine[Any, Any, T], run: RecordedRun | None = None) -> T:
+    """`asyncio.run`, also from a thread whose event loop is running. run: what signals stop, where `work` is its."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        if run is None:
+            return asyncio.run(work)
+        with interrupts(run.request_stop, run.end_at_once):
+            return asyncio.run(work)
+    return _run_in_thread(work, run)
+
+
+class _Interrupted(KeyboardInterrupt):
+    """Raised by a signal in a thread that waits."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _run_in_thread(work: Coroutine[Any, Any, T], run: RecordedRun | None) -> T:
+    """Run `work` on an event loop of its own and wait. The first interrupt stops `run`; the next one ends the wait."""
     outcome: list[T] = []
     errors: list[BaseException] = []
+    cancel: list[Callable[[], object]] = []
+    ended = threading.Event()
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await work
 
     def target() -> None:
         try:
-            outcome.append(asyncio.run(work))
+            outcome.append(asyncio.run(cancellable()))
         except BaseException as error:
             errors.append(error)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=target, name="mrl-run")
-    thread.start()
-    thread.join()
+    def interrupt(number: int) -> None:
+        raise _Interrupted(number)
+
+    threading.Thread(target=target, name="mrl-run", daemon=True).start()
+    asked = run is None
+    with interrupts(interrupt, interrupt):
+        while not ended.is_set():
+            try:
+                ended.wait()
+            except KeyboardInterrupt as error:
+                if asked:
+                    for give_up in cancel:
+                        give_up()
+                    if run is not None:
+                        print(f"stopped at once. {how_to_go_on(run.run_dir)}")
+                    raise
+                assert run is not None
+                asked = True
+                run.request_stop(getattr(error, "number", signal.SIGINT))
     if errors:
         raise errors[0]
     return outcome[0]

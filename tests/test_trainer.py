@@ -447,7 +447,8 @@ def test_ctrl_c_ends_after_the_step_and_twice_at_once(tiny_model: str, tmp_path:
     if times == 1:
         assert process.returncode == 0, err
         assert out.split() == ["interrupted", str(steps), str(tmp_path / "r" / "checkpoints" / f"step-{steps}")]
-        assert "finishing this step" in err
+        assert "and writing a checkpoint" in err
     else:
         assert process.returncode == 130
+        assert "stopped at once. Nothing was kept: no checkpoint had been written. Begin again with: MRLTrainer(" in err
         assert newest_checkpoint(tmp_path / "r") is None

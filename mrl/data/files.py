@@ -127,8 +127,8 @@ def read_hub(name: str, config: str | None, split: str, limit: int | None, hint:
 
     where = f"dataset {name!r}"
     local = f"{hint}For local data give the path of a file or folder (nothing is there at {name!r})"
-    reachable = datasets.config.HF_HUB_OFFLINE or _reachable(datasets.config.HF_ENDPOINT)
-    with _as_data_error(where), contextlib.nullcontext() if reachable else _offline(datasets.config):
+    online = datasets.config.HF_HUB_OFFLINE or reachable(datasets.config.HF_ENDPOINT)
+    with _as_data_error(where), contextlib.nullcontext() if online else _offline(datasets.config):
         try:
             loaded = datasets.load_dataset(name, config, split=split)
         except ConnectionError as error:
@@ -221,7 +221,8 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:300] + " …"
 
 
-def _reachable(endpoint: str) -> bool:
+def reachable(endpoint: str) -> bool:
+    """Whether a server answers there, whatever it answers. Asked once, for some seconds."""
     import httpx
 
     try:

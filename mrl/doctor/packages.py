@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from mrl.shell import command
+
 Versions = Mapping[str, str | None]
 """Distribution name to installed version; None or absent = not installed."""
 
@@ -82,11 +84,11 @@ def other_torch_build(versions: Versions, cuda_of: Callable[[str], str | None] |
             wrong.append((name, other))
     if not wrong:
         return None
-    names = " ".join(name for name, _ in wrong)
+    uninstall = command("pip", "uninstall", "-y", *(name for name, _ in wrong))
     listed = ", ".join(f"{name} for {other}" for name, other in wrong)
     return (
         f"torch is built for {torch}, but {listed}: `import transformers` may fail with "
-        f'"operator torchvision::nms does not exist". mrl needs none of them: pip uninstall -y {names}'
+        f'"operator torchvision::nms does not exist". mrl needs none of them: ' + uninstall
     )
 
 
@@ -160,6 +162,7 @@ def _unmet_requirements() -> list[str]:
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             what = f"is {version}" if version else "is not installed"
             found.append(
-                f'mrl needs {requirement.name}{requirement.specifier}, which {what}: pip install "{requirement}"'
+                f"mrl needs {requirement.name}{requirement.specifier}, which {what}: "
+                f"{command('pip', 'install', requirement)}"
             )
     return found

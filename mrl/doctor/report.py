@@ -13,6 +13,7 @@ from mrl.doctor.machine import Machine, gpus, machine
 from mrl.doctor.packages import OPTIONAL, Package, conflicts, packages
 from mrl.doctor.probes import PROBES
 from mrl.errors import MRLError
+from mrl.shell import command
 
 PROBE_SECONDS = 30.0
 """What one probe may take, imports included; then it counts as not working. Together they usually take under 10 s."""
@@ -116,7 +117,9 @@ def _explain(error: BaseException, kind: str) -> tuple[str, str]:
         if package == "mrl":
             return f"a part of mrl is missing: {text}", "reinstall mrl"
         known = package in OPTIONAL
-        return f"{package} is not installed", f"pip install {package}" if known else f"install {package} ({text})"
+        return f"{package} is not installed", command(
+            "pip", "install", package
+        ) if known else f"install {package} ({text})"
     if isinstance(error, MRLError):  # says itself what to change
         return text, ""
     if isinstance(error, ImportError | OSError | AttributeError):

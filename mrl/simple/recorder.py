@@ -148,8 +148,9 @@ class Recorder(TrainerCallback):
         last = self.stopping or step >= self.total_steps
         control.should_training_stop = last
         control.should_save = last or bool(training.save_steps and step % training.save_steps == 0)
-        if args.eval_strategy != "no":
-            control.should_evaluate = last or bool(training.eval_steps and step % training.eval_steps == 0)
+        if args.eval_strategy != "no":  # whoever stops it waits for a checkpoint, not for numbers
+            ends = step >= self.total_steps
+            control.should_evaluate = ends or bool(training.eval_steps and step % training.eval_steps == 0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         logs = logs or {}
@@ -173,6 +174,8 @@ class Recorder(TrainerCallback):
         self.eval_step = step = state.global_step // self.updates
         self.emit({"kind": "eval", "step": step, "metrics": self.eval_metrics, "groups": groups})
         self.eval_groups = []
+        if self.stopping and step:  # asked while it was evaluating
+            control.should_training_stop = control.should_save = True
         self.started = perf_counter()  # evaluations come between steps and are not a part of one
 
     # --- the record -------------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrl.backends import Resources
+from mrl.background import in_background
 from mrl.config import OrchestratorConfig
 from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
@@ -41,7 +41,7 @@ from mrl.types import Task
 from mrl.workers.reward import RewardWorker
 
 POLL_SECONDS = 0.5
-"""How long a call waits for records: as long as Ctrl-C may take to reach the worker."""
+"""How long a call waits for records: as long as a request to stop may take to reach the worker."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class SimpleRun(RecordedRun):
         self.checkpointed = 0
 
     async def _prepare(self) -> None:
-        self.prepared = await asyncio.to_thread(prepare_simple, self.config)
+        self.prepared = await in_background(prepare_simple, self.config)
         if self.prepared.spec.online:
             tasks = self.prepared.tasks + self.prepared.eval_tasks
             steps = total_steps(self.config, len(self.prepared.tasks))
@@ -132,7 +132,7 @@ class SimpleRun(RecordedRun):
                 "resume_from": None if self.point is None else str(self.point.checkpoint.path),
             },
         )
-        facts: dict[str, Any] = await worker.call("initialize")
+        facts: dict[str, Any] = await self._unless_stopped(worker.call("initialize"))
         self.total_steps = facts["total_steps"]
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
         spec, counts = self.prepared.spec, self.prepared.counts

@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from mrl.errors import StoreError
+from mrl.shell import command
 
 DATABASE = "run.db"
 VERSION = 1
@@ -155,7 +156,7 @@ def check_version(folder: Path) -> None:
     if version < VERSION:
         raise StoreError(
             f"{folder} was written by an older mrl (store version {version}, this one reads {VERSION}); "
-            f"convert it with `mrl runs migrate {folder}`"
+            f"convert it with `{command('mrl', 'runs', 'migrate', folder)}`"
         )
     if version > VERSION:
         raise StoreError(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mrl.errors import ConfigError
+from mrl.shell import command
 from mrl.tracking.base import RunInfo, Status, Tracker
 from mrl.tracking.members import TRACKERS
 
@@ -29,9 +30,8 @@ def check_trackers(names: Iterable[str]) -> None:
         tracker = TRACKERS.get(name)
         missing = [module for module in getattr(tracker, "requires", ()) if not _installed(module)]
         if missing:
-            raise ConfigError(
-                f"report_to: {name} needs {', '.join(missing)}, which is not installed; pip install 'mrl[{name}]'"
-            )
+            install = command("pip", "install", f"mrl[{name}]")
+            raise ConfigError(f"report_to: {name} needs {', '.join(missing)}, which is not installed; {install}")
         if check := getattr(tracker, "check", None):
             check()
 

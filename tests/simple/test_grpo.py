@@ -371,7 +371,7 @@ def test_the_command_line(
 
     extra = ["--trl-args", "max_grad_norm=1"]
     assert mrl("train", *common, *small, "--simple-mode", *extra) == 2
-    assert "own option max_grad_norm" in capsys.readouterr().err
+    assert "own option --max-grad-norm" in capsys.readouterr().err
     assert mrl("train", *common, *small, "--simple-mode", "--mode", "orchestrated") == 2
     assert "only one" in capsys.readouterr().err
     named = ["--run-name", "r", "--trl-args", "repetition_penalty=1.1", "--eval-split", "train"]
