@@ -32,10 +32,14 @@ def checkpoints(argv: list[str]) -> int:
         argv,
         options=[],
         extra={
-            "run": argument("A run's name or folder.", positional=True, required=True),
-            "action": argument("list, verify, export or push.", positional=True, default="list"),
-            "target": argument("Folder to export to, or the repository to push to.", positional=True),
-            "which": argument("Which checkpoint: newest, best, or a step's number.", default="newest"),
+            "run": argument("A run's name or folder.", positional=True, required=True, metavar="RUN"),
+            "action": argument("list, verify, export or push.", positional=True, default="list", metavar="[ACTION]"),
+            "target": argument(
+                "Folder to export to, or the repository to push to.", positional=True, metavar="[TARGET]"
+            ),
+            "which": argument(
+                "Which checkpoint is exported or pushed: newest, best, or a step's number.", default="newest"
+            ),
             "merged": argument("Merge a LoRA adapter into its model.", default="off", kind=bool),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
         },
@@ -44,6 +48,9 @@ def checkpoints(argv: list[str]) -> int:
     if action not in ACTIONS:
         raise ConfigError(f"mrl checkpoints: {action!r} is none of {', '.join(ACTIONS)}")
     if action in ("list", "verify"):
+        unused = {"target": str(given.get("target")), "which": "--which", "merged": "--merged"}
+        if found := [text for name, text in unused.items() if name in given]:
+            raise ConfigError(f"mrl checkpoints RUN {action}: is about all of them; leave out {', '.join(found)}")
         return _list(run, verify=action == "verify", as_json=given.get("json", False))
     if "target" not in given:
         example = command("mrl", "checkpoints", run.name, action)
@@ -72,7 +79,7 @@ def replay(argv: list[str]) -> int:
         argv,
         options=["device"],
         extra={
-            "run": argument("A run's name or folder.", positional=True, required=True),
+            "run": argument("A run's name or folder.", positional=True, required=True, metavar="RUN"),
             "step": argument("The step to recompute.", kind=int, required=True),
             "gradients": argument("How many parameters to list by gradient norm.", default="5", kind=int),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
@@ -116,9 +123,12 @@ def replay(argv: list[str]) -> int:
 
 def export(checkpoint: Path, target: Path, *, merged: bool) -> Path:
     """Copy a checkpoint's model, without what training goes on from. Raises CheckpointError when `target` is in use."""
-    if target.exists() and any(target.iterdir()):
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be made a folder ({error.strerror}); choose another") from None
+    if any(target.iterdir()):
         raise CheckpointError(f"{target}: is not empty; choose another folder")
-    target.mkdir(parents=True, exist_ok=True)
     if merged and (checkpoint / "adapter_config.json").exists():
         from mrl.config import ModelConfig
         from mrl.models import load_model, load_tokenizer

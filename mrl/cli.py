@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, MRLError
@@ -24,26 +23,25 @@ from mrl.units import duration, plural, size
 
 Command = Callable[[list[str]], int]
 
-EVAL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_samples": None, "max_tokens": 1024}
-POLICY_OPTIONS = [
-    *("revision", "trust_remote_code", "dtype", "device", "max_model_len", "prompt_format", "system_prompt"),
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "engine", "max_decode_rows"),
-    *("vllm_python", "vllm_urls", "vllm_model_name", "tensor_parallel_size", "gpu_memory_utilization"),
-    "decode_step",
-]
-EVAL_OPTIONS = [
-    *("dataset_name", "dataset_config", "dataset_split", "prompt_column", "rename", "max_samples"),
-    *(
-        "reward_funcs",
-        "reward_weights",
-        "reward_timeout",
-        "sandbox",
-        "sandbox_options",
-        "sandbox_timeout",
-        "sandbox_memory_mb",
+TRAIN_BASICS = {
+    "task": (
+        "What is trained, on what, and what a completion is worth.",
+        ("model", "dataset_name", "prompt_column", "reward_funcs", "eval_split"),
     ),
-    *POLICY_OPTIONS,
-]
+    "training": (
+        "How long, how much at once, how fast.",
+        (
+            *("max_steps", "batch_size", "num_generations", "max_completion_length", "learning_rate"),
+            *("loss_type", "beta", "use_lora"),
+        ),
+    ),
+    "machine": ("What it runs on.", ("device", "engine")),
+    "record": (
+        "What is kept of it, and under which name.",
+        ("run_name", "resume", "save_steps", "eval_steps", "report_to"),
+    ),
+}
+"""The twenty options most people use, in the order they need them."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -84,19 +82,23 @@ def train(argv: list[str]) -> int:
 
     given = parse(
         "mrl train",
-        "Train a model by reinforcement learning.\n\n"
-        "  mrl train quickstart\n"
-        "  mrl train recipe.yaml --learning-rate 1e-5\n"
+        "Train a model by reinforcement learning: on tasks, scored by a reward function or by test cases.\n\n"
+        "  mrl train quickstart                         a shipped recipe: some minutes, nothing to download\n"
         "  mrl train --model PATH_OR_HUB_ID --dataset tasks.jsonl --reward-funcs my_rewards.py:accuracy\n"
-        "  mrl train --resume runs/my-run\n"
+        "  mrl train recipe.yaml --learning-rate 1e-5   options from a file; flags override it\n"
+        "  mrl train --resume my-run                    go on with a run, from its newest checkpoint\n"
         "  mrl train --simple-mode --algorithm sft --dataset answers.jsonl --trl-args packing=true\n\n"
-        "Options come from the defaults, then the recipe, then the flags.",
+        "Options come from the defaults, then the recipe, then the flags. Below are the most used ones;\n"
+        "`mrl train --help-all` shows every one, docs/ explains them by task.",
         argv,
         extra={
-            "recipe": argument("YAML file of options, or a shipped recipe's name.", positional=True),
+            "recipe": argument(
+                "YAML file of options, or a shipped recipe's name.", positional=True, metavar="[RECIPE]"
+            ),
             "simple_mode": argument("The same as --mode simple: one of TRL's trainers.", default="off", kind=bool),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
         },
+        basics=TRAIN_BASICS,
     )
     as_json = given.pop("json", False)
     recipe = given.pop("recipe", None)
@@ -175,137 +177,6 @@ def _print_run(result: Any, config: Any) -> None:
     prompt = pairs[0]["prompt"] if pairs else "your prompt"
     print(f"  {command('mrl', 'sample', run, prompt)}")
     print(f"  {command('mrl', 'train', '--model', run)} …   # train on from here")
-
-
-# --- eval -------------------------------------------------------------------------------------------------------------
-
-
-def evaluate(argv: list[str]) -> int:
-    """Measure a model: mean reward, pass@1, pass@k, with confidence intervals."""
-    from mrl.flags import argument, parse
-
-    given = parse(
-        "mrl eval",
-        "Measure a model on a set of tasks: mean reward, pass@1 and pass@k (unbiased estimator), each with a\n"
-        "confidence interval over tasks.\n\n"
-        "  mrl eval starter --dataset tiny-code --split heldout\n"
-        "  mrl eval runs/my-run --dataset tasks.jsonl --num-samples 8 --by family",
-        argv,
-        options=EVAL_OPTIONS,
-        extra={
-            "model": argument(
-                "Hub id, folder, `starter`, or a run (its newest checkpoint).", positional=True, required=True
-            ),
-            "num_samples": argument("Attempts per task; pass@k is given up to this k.", default="1", kind=int),
-            "by": argument("Column to break pass@1 down by."),
-            "confidence": argument("Level of the intervals.", default="0.95", kind=float),
-            "output": argument("File to write every rollout to, one JSON line each."),
-            "json": argument("Print the result as JSON.", default="off", kind=bool),
-        },
-        defaults=EVAL_DEFAULTS | {"dataset_split": "heldout of tiny-code, all of a local file, test of the Hub"},
-    )
-    as_json, output = given.pop("json", False), given.pop("output", None)
-    count, by, confidence = given.pop("num_samples", 1), given.pop("by", None), given.pop("confidence", 0.95)
-    if count < 1:
-        raise ConfigError(f"num_samples: {count} is no number of attempts; use 1 or more")
-    if not 0 < confidence < 1:
-        raise ConfigError(f"confidence: {confidence} is not between 0 and 1, e.g. 0.95")
-    given.setdefault("dataset_split", _held_out_split(given.get("dataset_name")))
-    config = _policy_config(given)
-
-    from mrl.evaluation import evaluate as run_evaluation
-    from mrl.store.run import write_rollouts
-    from mrl.trainer import run_to_end
-
-    with _Progress("evaluating") as progress:
-        report = run_to_end(
-            run_evaluation(config, samples_per_task=count, by=by, confidence=confidence, progress=progress)
-        )
-    if output:
-        write_rollouts(output, report.groups)
-    if as_json:
-        _print_json({name: value for name, value in asdict(report).items() if name != "groups"})
-    else:
-        _print_evaluation(report)
-    return 0
-
-
-def _held_out_split(dataset: str | None) -> str:
-    """The shipped tasks' `heldout`, all of a local file or folder, the Hub's `test`."""
-    if dataset == "tiny-code":
-        return "heldout"
-    return "train" if dataset and Path(dataset).expanduser().exists() else "test"
-
-
-def _print_evaluation(report: Any) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{report.model} on {report.dataset}", title_justify="left")
-    table.add_column("measure")
-    table.add_column("mean", justify="right")
-    table.add_column(f"{report.confidence:.0%} interval", justify="right")
-    rows = {"mean reward": report.mean_reward} | {f"pass@{k}": value for k, value in report.pass_at.items()}
-    rows |= {f"  {name} pass@1": value for name, value in report.by.items()}
-    for name, value in rows.items():
-        table.add_row(name, f"{value.mean:.3f}", "–" if value.low is None else f"{value.low:.3f} – {value.high:.3f}")
-    console = Console()
-    console.print(table)
-    unscored = f", {report.unscored} could not be scored" if report.unscored else ""
-    console.print(
-        f"{report.tasks} tasks x {report.samples_per_task} attempts{unscored}; "
-        f"{report.completion_length:.0f} tokens a completion",
-        highlight=False,
-    )
-
-
-# --- sample -----------------------------------------------------------------------------------------------------------
-
-
-def sample(argv: list[str]) -> int:
-    """Print what a model says to a prompt."""
-    from mrl.flags import argument, parse
-
-    given = parse(
-        "mrl sample",
-        'Print completions of one prompt.\n\n  mrl sample starter "Write a function f(a, b) that returns a + b." -n 3',
-        argv,
-        options=POLICY_OPTIONS,
-        extra={
-            "model": argument(
-                "Hub id, folder, `starter`, or a run (its newest checkpoint).", positional=True, required=True
-            ),
-            "prompt": argument("The prompt.", positional=True, required=True),
-            "num_samples": argument("How many completions.", default="1", kind=int, aliases=["-n"]),
-            "json": argument("Print the result as JSON.", default="off", kind=bool),
-        },
-        defaults=EVAL_DEFAULTS,
-    )
-    as_json, prompt, count = given.pop("json", False), given.pop("prompt"), given.pop("num_samples", 1)
-    if count < 1:
-        raise ConfigError(f"num_samples: {count} is no number of completions; use 1 or more")
-    config = _policy_config(given)
-
-    from mrl.evaluation import sample as run_sample
-    from mrl.trainer import run_to_end
-
-    completions = run_to_end(run_sample(config, prompt, count))
-    if as_json:
-        _print_json({"model": config.model.model, "prompt": prompt, "completions": completions})
-        return 0
-    for number, completion in enumerate(completions):
-        if number:
-            print("─" * 40)
-        print(completion["text"])
-        if completion["finish_reason"] == "length":
-            _say(f"(cut after {completion['tokens']} tokens; --max-tokens sets the limit)")
-    return 0
-
-
-def _policy_config(given: dict[str, Any]) -> Any:
-    from mrl.config import OrchestratorConfig
-
-    return OrchestratorConfig.from_flat(**(EVAL_DEFAULTS | given))
 
 
 # --- doctor and cache -------------------------------------------------------------------------------------------------
@@ -391,8 +262,8 @@ def _lazily(where: str) -> Command:
 
 COMMANDS: dict[str, tuple[Command, str]] = {
     "train": (train, "train a model by reinforcement learning"),
-    "eval": (evaluate, "measure a model: mean reward, pass@1, pass@k"),
-    "sample": (sample, "print what a model says to a prompt"),
+    "eval": (_lazily("mrl.eval_cli:evaluate"), "measure a model: mean reward, pass@1, pass@k"),
+    "sample": (_lazily("mrl.eval_cli:sample"), "print what a model says to a prompt"),
     "runs": (_lazily("mrl.runs_cli:runs"), "list, show, compare, export and delete runs"),
     "checkpoints": (_lazily("mrl.checkpoints_cli:checkpoints"), "list, verify, export or publish a run's checkpoints"),
     "replay": (_lazily("mrl.checkpoints_cli:replay"), "recompute a recorded step and show what differs"),
@@ -408,33 +279,6 @@ def _overview() -> str:
         "usage: mrl COMMAND [OPTIONS]\n\nPost-train language models by reinforcement learning.\n\n"
         f"{commands}\n\nStart with `mrl train quickstart`. `mrl COMMAND --help` explains a command."
     )
-
-
-class _Progress:
-    """A progress bar on stderr, as a callback."""
-
-    def __init__(self, label: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self.bar = Progress(
-            TextColumn(label),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.task = self.bar.add_task(label, total=None)
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self.bar.start()
-        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
 
 
 def _print_json(value: Any) -> None:

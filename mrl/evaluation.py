@@ -12,15 +12,14 @@ from typing import Any
 from mrl.backends import BACKENDS, Resources
 from mrl.config import OrchestratorConfig
 from mrl.crew import sampling_params, spawn_rollout
-from mrl.errors import TrainingError
-from mrl.experience import PASS
-from mrl.models import load_tokenizer
+from mrl.errors import DataError, TrainingError
+from mrl.models import context_length, load_config, load_tokenizer
 from mrl.preflight import check_engine, check_names, prepare_evaluation, reward_worker_args
 from mrl.reward_trial import try_rewards
 from mrl.rewards.scoring import TrainerState, score_groups
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.rollouts.single_turn import SingleTurn
-from mrl.stats import Interval, mean_interval, pass_at_k
+from mrl.stats import Attempts, Interval, mean_reward, pass_rate
 from mrl.threads import in_thread
 from mrl.types import GenerateRequest, Group, derive_seed
 from mrl.workers.pool import PolicyClient
@@ -37,7 +36,12 @@ class EvalReport:
     tasks: int
     samples_per_task: int
     unscored: int
-    """Rollouts that could not be scored; they count nowhere."""
+    """Rollouts that could not be scored. They are in no mean; intervals reach from all of them failing to all of them
+    passing (`mrl.stats.pass_rate`)."""
+    unscored_tasks: int
+    """Tasks none of whose rollouts could be scored."""
+    unscored_because: str | None
+    """What the first of them says."""
     confidence: float
     mean_reward: Interval
     pass_at: dict[int, Interval]
@@ -94,32 +98,33 @@ def summarize(
 ) -> EvalReport:
     """The numbers of scored groups. Raises TrainingError when no rollout could be scored."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    scored = {group.task.id: [r.reward for r in group.rollouts if r.reward is not None] for group in groups}
-    per_task = {task_id: rewards for task_id, rewards in scored.items() if rewards}
-    if not per_task:
+    rewards = {group.task.id: [rollout.reward for rollout in group.rollouts] for group in groups}
+    tasks = list(rewards.values())
+    reward, unscored = mean_reward(tasks, confidence), [rollout for rollout in rollouts if rollout.reward is None]
+    if reward is None:
         raise TrainingError(f"no rollout could be scored; the first says: {rollouts[0].error}")
 
-    counts = {task_id: (len(rewards), sum(r >= PASS for r in rewards)) for task_id, rewards in per_task.items()}
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < samples_per_task] + [samples_per_task]
-    fewest = min(n for n, _ in counts.values())
-    by_value: dict[str, list[float]] = defaultdict(list)
+    by_value: dict[str, list[Attempts]] = defaultdict(list)
     if by is not None:
         for group in groups:
-            if group.task.id in counts:
-                n, c = counts[group.task.id]
-                by_value[str(group.task.columns[by])].append(c / n)
+            by_value[str(group.task.columns[by])].append(rewards[group.task.id])
     return EvalReport(
         model=config.model.model,
         dataset=f"{config.data.dataset_name}:{config.data.dataset_split}",
         tasks=len(groups),
         samples_per_task=samples_per_task,
-        unscored=sum(rollout.reward is None for rollout in rollouts),
+        unscored=len(unscored),
+        unscored_tasks=sum(all(reward is None for reward in attempts) for attempts in tasks),
+        unscored_because=unscored[0].error if unscored else None,
         confidence=confidence,
-        mean_reward=mean_interval([fmean(rewards) for rewards in per_task.values()], confidence),
-        pass_at={
-            k: mean_interval([pass_at_k(n, c, k) for n, c in counts.values()], confidence) for k in ks if k <= fewest
+        mean_reward=reward,
+        pass_at={k: rate for k in ks if (rate := pass_rate(tasks, k, confidence)) is not None},
+        by={
+            value: rate
+            for value, tasks in sorted(by_value.items())
+            if (rate := pass_rate(tasks, 1, confidence)) is not None
         },
-        by={value: mean_interval(shares, confidence) for value, shares in sorted(by_value.items())},
         completion_length=fmean(rollout.num_tokens for rollout in rollouts),
         groups=groups,
     )
@@ -131,10 +136,16 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     check_engine(config)
     tokenizer = await in_thread(load_tokenizer, config.model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    prompt_ids = tuple(encoder.encode(prompt))
+    limit = context_length(await in_thread(load_config, config.model), config.model.max_model_len)
+    if len(prompt_ids) >= limit:
+        raise DataError(
+            f"the prompt has {len(prompt_ids)} tokens and at most {limit - 1} fit; shorten it, or raise max_model_len "
+            "if the model takes more"
+        )
     backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
     try:
-        policy = await _policy(backend, config, None)
-        prompt_ids = tuple(encoder.encode(prompt))
+        policy = await _policy(backend, config, limit)
         params = sampling_params(config)
         requests = [
             GenerateRequest(str(k), prompt_ids, params, derive_seed(config.training.seed, "sample", k))
@@ -155,11 +166,7 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     ]
 
 
-async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int | None) -> PolicyClient:
-    from mrl.models import context_length, load_config
-
-    if max_model_len is None:
-        max_model_len = context_length(await in_thread(load_config, config.model), config.model.max_model_len)
+async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int) -> PolicyClient:
     worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
     await worker.call("load")
     return PolicyClient([worker])

@@ -14,11 +14,11 @@ from mrl.algorithms.turns import spread_over_samples, turn_lengths, turn_rewards
 from mrl.causes import group_causes, in_lines
 from mrl.config import OrchestratorConfig
 from mrl.errors import TrainingError
-from mrl.reward_shaping import PASS, is_scored, shaped_reward, shaping, teaches
+from mrl.reward_shaping import is_scored, shaped_reward, shaping, teaches
+from mrl.stats import PASS
 from mrl.types import Group, Rollout, Sample, TrainBatch
 
 __all__ = [
-    "PASS",
     "check_failures",
     "check_steps",
     "make_batch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict, get_args
 
@@ -18,6 +18,8 @@ from mrl.config.recipe import located, yaml_numbers
 from mrl.config.section import unknown_option
 from mrl.errors import ConfigError, MRLError
 
+Groups = Mapping[str, tuple[str, Iterable[str]]]
+"""Title → (a sentence, flat names of options): how a command's help shows them."""
 RECIPES = Path(__file__).parent / "recipes"
 
 FLAG_TYPES: dict[str, Any] = {
@@ -37,6 +39,8 @@ FLAG_HELP = {
 }
 OBJECTS = {"sandbox_options": "slots=4 modules=[numpy]", "trl_args": "packing=true max_length=512"}
 """Options that are dicts, with an example."""
+METAVARS = {"str | None": "STR", "int | None": "INT", "float | None": "FLOAT", "list[float] | None": "FLOAT ..."}
+"""Where an option's type would be shown as `{None}|STR`: its text says what None means."""
 ALIASES = {"dataset_name": ["--dataset"], "dataset_split": ["--split"]}
 
 
@@ -45,26 +49,36 @@ def parse(
     description: str,
     argv: list[str],
     *,
-    options: Iterable[str] | None = None,
+    options: Iterable[str] | Groups | None = None,
     extra: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
+    helps: dict[str, str] | None = None,
+    basics: Groups | None = None,
 ) -> dict[str, Any]:
     """The flags given on a command line, by name; those not given are absent.
 
-    options: the config's flat names this command takes; None = all. extra: further arguments, as annotated types.
-    defaults: what the command uses where its default is not the config's, shown in the help. Exits with 2 on a wrong
-    flag, with 0 after --help.
+    options: the config's flat names this command takes, in groups of its own or else by the config's sections; None =
+    all. extra: further arguments, as annotated types. defaults: what the command uses where its default is not the
+    config's, shown in the help. helps: what an option means to this command, where the config's sentence does not say
+    that. basics: all that --help shows; --help-all then shows everything. Exits with 2 on a wrong flag, with 0 after
+    a help.
     """
-    fields = flat_fields()
-    wanted = [name for name in (fields if options is None else options) if name not in PYTHON_ONLY]
-    sections: dict[str, dict[str, Any]] = {}
-    for name in wanted:
-        section, field = fields[name]
-        sections.setdefault(section, {})[name] = _annotation(name, field, defaults or {})
+    if basics is not None and "--help-all" in argv:
+        argv = ["--help"]
+    elif basics is not None and {"-h", "--help"} & set(argv):
+        argv, options = ["--help"], basics
+    wanted = options if isinstance(options, Mapping) else _by_section(flat_fields() if options is None else options)
     # Under names no argument has: `mrl eval` takes a `model`, and there is a section of that name.
-    groups = {f"options of {section}": _group(section, hints) for section, hints in sections.items()}
+    groups = {
+        f"options of {title}": _group(title, text, names, (helps or {}), (defaults or {}))
+        for title, (text, names) in wanted.items()
+    }
     flags = TypedDict("flags", {**(extra or {}), **groups}, total=False)  # type: ignore[misc]
-    _refuse_unknown(argv, {*wanted, *_names(extra or {}), *(a[2:] for name in wanted for a in ALIASES.get(name, []))})
+    options_here = [name for _, names in wanted.values() for name in names if name not in PYTHON_ONLY]
+    aliases = (alias[2:] for name in options_here for alias in ALIASES.get(name, []))
+    _refuse_unknown(
+        f"{prog} --help{'-all' * (basics is not None)}", argv, {*options_here, *_names(extra or {}), *aliases}
+    )
     config = (tyro.conf.OmitArgPrefixes,)
     parsed: dict[str, Any] = dict(tyro.cli(flags, prog=prog, description=description, args=argv, config=config))
     given: dict[str, Any] = {name: value for name, value in parsed.items() if name not in groups}
@@ -118,19 +132,32 @@ def argument(
     required: bool = False,
     kind: Any = str,
     aliases: list[str] | None = None,
+    metavar: str | None = None,
 ) -> Any:
-    """An argument of a command that is no option of a run."""
+    """An argument of a command that is no option of a run. metavar: what stands for its value in the help."""
     hint = "(required)" if required else "" if default is None else f"(default: {default})"
     markers = [tyro.conf.Positional] if positional else []
-    marked = Annotated[(kind, *markers, tyro.conf.arg(help=description, help_behavior_hint=hint, aliases=aliases))]
+    shown = tyro.conf.arg(help=description, help_behavior_hint=hint, aliases=aliases, metavar=metavar)
+    marked = Annotated[(kind, *markers, shown)]
     return Required[marked] if required else marked
 
 
-def _group(section: str, hints: dict[str, Any]) -> Any:
-    """The flags of one section of the config, under its name and first sentence in the help."""
-    text = inspect.getdoc(OrchestratorConfig.model_fields[section].annotation) or ""
-    flags = TypedDict(section, hints, total=False)  # type: ignore[misc]
-    return Annotated[flags, tyro.conf.arg(name=section, help=text.split("\n\n")[0])]
+def _by_section(names: Iterable[str]) -> Groups:
+    """The config's own groups: its sections, each with its first sentence."""
+    fields = flat_fields()
+    groups: dict[str, tuple[str, list[str]]] = {}
+    for name in names:
+        section = fields[name][0]
+        text = inspect.getdoc(OrchestratorConfig.model_fields[section].annotation) or ""
+        groups.setdefault(section, (text.split("\n\n")[0], []))[1].append(name)
+    return groups
+
+
+def _group(title: str, text: str, names: Iterable[str], helps: dict[str, str], defaults: dict[str, Any]) -> Any:
+    fields = flat_fields()
+    hints = {name: _annotation(name, fields[name][1], helps, defaults) for name in names if name not in PYTHON_ONLY}
+    flags = TypedDict(title, hints, total=False)  # type: ignore[misc]
+    return Annotated[flags, tyro.conf.arg(name=title, help=text)]
 
 
 def _names(extra: dict[str, Any]) -> set[str]:
@@ -143,7 +170,7 @@ def _names(extra: dict[str, Any]) -> set[str]:
     return names
 
 
-def _refuse_unknown(argv: list[str], names: set[str]) -> None:
+def _refuse_unknown(listed_by: str, argv: list[str], names: set[str]) -> None:
     """Raise ConfigError for a flag there is not, which may be another trainer's name of one there is."""
     if any(token == "-h" or token.startswith("--help") for token in argv):
         return
@@ -151,18 +178,19 @@ def _refuse_unknown(argv: list[str], names: set[str]) -> None:
         flag = re.fullmatch(r"--([A-Za-z][\w.-]*)(=.*)?", token, re.DOTALL)
         name = "" if flag is None else flag[1].replace("-", "_")
         if name and name not in names and name.removeprefix("no_") not in names and not name.startswith("tyro_"):
-            raise ConfigError(unknown_option(name, name, sorted(names)))
+            raise ConfigError(unknown_option(name, name, sorted(names), listed_by))
 
 
-def _annotation(name: str, field: Any, defaults: dict[str, Any]) -> Any:
+def _annotation(name: str, field: Any, helps: dict[str, str], defaults: dict[str, Any]) -> Any:
     default = defaults.get(name, field.get_default(call_default_factory=True))
     shown = " ".join(map(str, default)) or "none" if isinstance(default, (list, dict)) else default
     return Annotated[
         FLAG_TYPES.get(name, field.annotation),
         tyro.conf.arg(
-            help=FLAG_HELP.get(name, " ".join((field.description or "").split())),
+            help=helps.get(name, FLAG_HELP.get(name, " ".join((field.description or "").split()))),
             help_behavior_hint=f"(default: {shown})",
             aliases=ALIASES.get(name),
+            metavar=METAVARS.get(str(field.annotation)),
         ),
     ]
 

@@ -45,6 +45,8 @@ def resolve_model(name: str) -> str:
     run = find_run(run_name)
     if run is not None:
         return str(find_checkpoint(run, which).path)
+    if path.is_file():
+        raise ModelError(f"{name}: is a file; give the folder of a model")
     if path.is_dir():
         raise ModelError(f"{name}: the folder holds neither a model (config.json) nor a run (config.yaml)")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -90,6 +92,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"{config.model}: the tokenizer has no end-of-sequence token, so completions could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    # Prompts that are too long are refused with their row; "will result in indexing errors" before that misleads.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 

@@ -125,7 +125,7 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     tasks, all_tasks = load_train_tasks(config)
     check_rewards(rewards, tasks)
     if by is not None:
-        check_columns(tasks, [by], "results are to be grouped by it")
+        check_columns(tasks, [by], "by: breaking the results down")
     return _with_model(config, tasks, [], Counts(of(len(tasks), all_tasks), "0"))
 
 

@@ -6,10 +6,9 @@ from typing import Literal
 
 from mrl.algorithms.shaping import length_rewards, soft_overlong_punishment
 from mrl.config import OrchestratorConfig
+from mrl.stats import PASS
 from mrl.types import Group, Rollout
 
-PASS = 1.0
-"""A rollout passes when its reward reaches this: rewards are meant to lie in [0, 1]."""
 OVERLONG, LENGTH, KL = "shaping/overlong", "shaping/length", "shaping/kl"
 """Terms in `Rollout.metrics`, where they are recorded beside the reward, which stays what the functions gave."""
 

@@ -129,7 +129,7 @@ def _compare(argv: list[str]) -> int:
         f"Compare runs: the options that differ, and metrics side by side (training: mean of the last {LAST_STEPS}\n"
         "steps; evaluation: the last one).",
         argv,
-        runs=argument("Two or more runs.", positional=True, required=True, kind=list[str]),
+        runs=argument("Two or more runs.", positional=True, required=True, kind=list[str], metavar="RUN RUN ..."),
     )
     if len(given["runs"]) < 2:
         raise ConfigError("mrl runs compare: name at least two runs")
@@ -302,7 +302,7 @@ ACTIONS: dict[str, Callable[[list[str]], int]] = {
     "delete": _delete,
     "migrate": _migrate,
 }
-RUN = argument("The run's folder or name.", positional=True, required=True)
+RUN = argument("The run's folder or name.", positional=True, required=True, metavar="RUN")
 _SPLITS: tuple[Split, ...] = ("train", "eval")
 
 

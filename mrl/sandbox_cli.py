@@ -55,8 +55,10 @@ def run(argv: list[str]) -> int:
     from mrl.sandbox import Limits, Program, make_factory
 
     extra = {
-        "file": argument("The program.", positional=True, required=True),
-        "tests": argument('JSON: a list of assert lines, or of {"input": ..., "output": ...}.', required=True),
+        "file": argument("The program.", positional=True, required=True, metavar="FILE"),
+        "tests": argument(
+            'JSON file: a list of assert lines, or of {"input": ..., "output": ...}.', required=True, metavar="FILE"
+        ),
         "timeout": argument("Wall-clock and CPU seconds.", default="30", kind=float),
         "memory_mb": argument("Memory in MB.", default="512", kind=int),
         "json": _JSON,

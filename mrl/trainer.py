@@ -35,8 +35,8 @@ class MRLTrainer:
         trainer = MRLTrainer(model="starter", dataset_name="tiny-code", max_steps=10)
         result = trainer.train()
 
-    Takes every option of `OrchestratorConfig` by its flat name (`mrl train --help` lists them), or a finished `config`.
-    `model` may be a loaded model of transformers, with its `tokenizer`: a copy of it is trained.
+    Takes every option of `OrchestratorConfig` by its flat name (`mrl train --help-all` lists them), or a finished
+    `config`. `model` may be a loaded model of transformers, with its `tokenizer`: a copy of it is trained.
     Raises ConfigError for options that are unknown, out of range or do not go together.
     """
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mrl.cli import main
+from mrl.cli import COMMANDS, TRAIN_BASICS, main
 from mrl.config import flat_fields
-from mrl.flags import FLAG_HELP, PYTHON_ONLY, config_from, parse
+from mrl.flags import ALIASES, FLAG_HELP, PYTHON_ONLY, config_from, parse
 from mrl.store.run import read_rows
 
 FLAGS = [
@@ -35,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "rewards.py").write_text(
         "def length(completions, **_):\n    return [min(len(text) / 8, 1.0) for text in completions]\n"
+        "def sometimes(completions, level, **_):\n    return [1.0 if even else None for even in level]\n"
     )
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
     monkeypatch.chdir(tmp_path)
@@ -55,10 +57,17 @@ def test_train_eval_and_sample(tiny_model: str, folder: Path, capsys: pytest.Cap
         assert words in out
     assert len(list(read_rows(folder / "runs" / "first", "metrics"))) == 2
 
-    scored = ["--dataset", "tasks.jsonl", "--split", "train", "--reward-funcs", "rewards.py:length", "--device", "cpu"]
-    more = ["--num-samples", "4", "--by", "level", "--max-tokens", "8", "--output", "all.jsonl", "--json"]
-    assert mrl("eval", "first", *scored, *more) == 0
-    report = json.loads(capsys.readouterr().out)
+    more = ["--num-samples", "4", "--by", "level", "--output", "all.jsonl", "--json", "--device", "cpu"]
+    assert mrl("eval", "first", *more) == 0, "with the run's own tasks, reward and limits"
+    printed = capsys.readouterr()
+    assert "as in the run (first, step 2; flags override): --dataset tasks.jsonl --reward-funcs" in printed.err
+    assert "these are the tasks that first was trained on" in printed.err
+    report = json.loads(printed.out)
+    assert report["options"]["reward_funcs"] == ["rewards.py:length"]
+    assert (report["options"]["max_tokens"], report["options"]["temperature"]) == (8, 1.0)
+    assert {"reward_funcs", "dataset_name", "max_tokens"} <= set(report["inherited"])
+    assert report["options"]["model"] == str(Path("runs") / "first" / "checkpoints" / "step-2")
+    assert report["completion_length"] <= 8
     assert report["tasks"] == 4
     assert set(report["pass_at"]) == {"1", "2", "4"}
     assert report["pass_at"]["1"]["mean"] <= report["pass_at"]["4"]["mean"]
@@ -66,8 +75,16 @@ def test_train_eval_and_sample(tiny_model: str, folder: Path, capsys: pytest.Cap
     assert set(report["by"]) == {"0", "1"}
     assert len((folder / "all.jsonl").read_text().splitlines()) == 16
 
+    assert mrl("eval", "first@2", "--device", "cpu", "--by", "level", "--reward-funcs", "rewards.py:sometimes") == 0
+    out = capsys.readouterr().out
+    assert "level=1 pass@1" in out
+    assert "2 of 4 attempts could not be scored, 2 tasks not at all" in out
+    assert "sometimes returned None" in out
+
     assert mrl("sample", str(folder / "runs" / "first"), "say 3", "-n", "2", "--max-tokens", "4", "--json") == 0
-    completions = json.loads(capsys.readouterr().out)["completions"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["options"]["max_tokens"] == 4
+    completions = printed["completions"]
     assert len(completions) == 2
     assert all(c["tokens"] == len(c["token_ids"]) <= 4 for c in completions)
 
@@ -100,7 +117,7 @@ def test_defaults_then_recipe_then_flags(folder: Path) -> None:
 
 
 def test_every_option_is_a_flag_with_its_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert mrl("train", "--help") == 0
+    assert mrl("train", "--help-all") == 0
     shown = "".join(capsys.readouterr().out.replace("│", " ").split())
     for name, (_, field) in flat_fields().items():
         if name in PYTHON_ONLY:
@@ -134,9 +151,19 @@ def test_every_option_is_a_flag_with_its_documentation(capsys: pytest.CaptureFix
             "Hub",
         ),
         (["train", "--dataset", "tasks.jsonl", "--rename", "prompt"], "old=new"),
-        (["eval", "starter", "--dataset", "tasks.jsonl", "--split", "train", "--num-samples", "0"], "num_samples"),
-        (["eval", "starter"], "no dataset"),
-        (["sample", "starter"], "prompt"),
+        (["eval", "starter", "--dataset", "tasks.jsonl", "--split", "train", "--num-samples", "0"], "--num-samples: 0"),
+        (["eval", "starter"], "--dataset tiny-code"),
+        (["eval", "starter", "--dataset", "tasks.jsonl", "--output", "."], "name a file"),
+        (["eval", "rewards.py", "--dataset", "tasks.jsonl", "--reward-funcs", "rewards.py:length"], "is a file"),
+        (
+            ["eval", "starter", "--dataset", "tasks.jsonl", "--by", "hardness", "--reward-funcs", "rewards.py:length"],
+            "by: breaking the results down needs a column 'hardness'",
+        ),
+        (["eval", "runs/frist", "--dataset", "tasks.jsonl"], "there is no run 'runs/frist'"),
+        (["sample", "starter", "word " * 3000], "tokens and at most 2047 fit"),
+        (["eval", "starter", "--learning-rate", "1"], "`mrl eval --help` lists them"),
+        (["train", "--no-such-thing", "1"], "`mrl train --help-all` lists them"),
+        (["sample", "starter"], "PROMPT"),
         (["sample", "starter", "hi", "--engine", "vlm"], "did you mean 'vllm'"),
         (["sample", "starter", "hi", "--engine", "vllm", "--vllm-python", "/nowhere/python"], "--vllm-python: "),
         (["cache", "clean"], "neither list nor clear"),
@@ -152,6 +179,7 @@ def test_mistakes_end_with_a_message_and_code_2(
     captured = capsys.readouterr()
     assert message in captured.out + captured.err
     assert "Traceback" not in captured.err
+    assert "indexing errors" not in captured.err
     assert not (folder / "runs").exists()
 
 
@@ -159,8 +187,58 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert mrl() == 0
     assert "mrl train quickstart" in capsys.readouterr().out
     assert mrl("--version") == 0
-    for command in ("train", "eval", "sample", "sandbox", "doctor", "cache"):
+
+
+HELPS = {
+    "train": "mrl train quickstart",
+    "eval": "mrl eval my-run",
+    "sample": "mrl sample starter",
+    "runs": "mrl runs compare",
+    "checkpoints": "mrl checkpoints RUN verify",
+    "replay": "mrl replay RUN",
+    "sandbox": "mrl sandbox run --help",
+    "sandbox run": "FILE",
+    "doctor": "try every engine",
+    "cache": "clear",
+    "runs list": "List",
+    "runs show": "Show",
+    "runs compare": "Compare",
+    "runs rollouts": "Print",
+    "runs export": "Write",
+    "runs delete": "Delete",
+    "runs migrate": "Convert",
+    "sandbox check": "layer",
+}
+
+
+def test_every_help_shows_how_to_use_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {name.split()[0] for name in HELPS} == set(COMMANDS)
+    for command, words in HELPS.items():
+        assert mrl(*command.split(), "--help") == 0
+        shown = capsys.readouterr().out
+        assert words in shown, command
+        assert "{None}" not in shown, command
+        assert not re.search(r"^usage:.* STR$", shown, re.MULTILINE), "what is typed there has a name"
+
+
+def test_help_of_train_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mrl("train", "--help") == 0
+    shown = capsys.readouterr().out
+    names = [name for _, names in TRAIN_BASICS.values() for name in names]
+    assert len(names) == 20
+    flags = [(ALIASES.get(name) or [f"--{name.replace('_', '-')}"])[0] for name in names]
+    found = [re.search(rf"(?m)^[│ ]*{flag}\b[ ,\n]", shown).start() for flag in flags]
+    assert found == sorted(found), "in the order a user needs them"
+    assert "--adam-beta1" not in shown
+    assert "--help-all" in shown
+
+
+def test_eval_and_sample_speak_of_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("eval", "sample"):
         assert mrl(command, "--help") == 0
+        shown = capsys.readouterr().out
+        words = set(re.findall(r"\w+", shown.lower()))
+        assert not {"train", "trains", "training", "loss"} & words, command
 
 
 def test_import_is_light() -> None:

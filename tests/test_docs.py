@@ -29,7 +29,20 @@ def test_commands_and_flags_exist(page: Path) -> None:
     from mrl.flags import ALIASES
 
     own = {"json", "num-samples", "by", "confidence", "output", "merged", "which", "step", "gradients", "format"}
-    own |= {"simple-mode", "yes", "failed", "limit", "task", "dry-run", "help", "tests", "timeout", "run", "rows"}
+    own |= {
+        "simple-mode",
+        "yes",
+        "failed",
+        "limit",
+        "task",
+        "dry-run",
+        "help",
+        "help-all",
+        "tests",
+        "timeout",
+        "run",
+        "rows",
+    }
     known = {name.replace("_", "-") for name in flat_fields()} | own
     known |= {alias.removeprefix("--") for aliases in ALIASES.values() for alias in aliases}
     for command, rest in re.findall(r"^ {4}mrl ([a-z]+)(.*)$", page.read_text(), re.MULTILINE):

@@ -34,11 +34,11 @@ def refuse_changed(section: Section, names: tuple[str, ...], needs: str) -> None
         raise ConfigError(f"{name} has an effect only with {needs}: set that, or leave {name} out")
 
 
-def unknown_option(shown: str, name: str, known: list[str]) -> str:
+def unknown_option(shown: str, name: str, known: list[str], listed_by: str = "mrl train --help-all") -> str:
     if elsewhere := named_elsewhere(shown):
         return f"unknown option {shown!r}; {elsewhere}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"; did you mean {close[0]!r}?" if close else "; `mrl train --help` lists them"
+    hint = f"; did you mean {close[0]!r}?" if close else f"; `{listed_by}` lists them"
     return f"unknown option {shown!r}{hint}"
 
 
