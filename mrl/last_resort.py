@@ -37,7 +37,9 @@ def run_command(work: Callable[[], int], arguments: list[str]) -> NoReturn:
         with interrupts(_raise, _end):
             code = work()
     except MRLError as error:
-        complain(str(error))
+        from mrl.config.dialects import in_flags
+
+        complain(str(error) if error.worded else in_flags(str(error)))
         sys.exit(USERS_TO_MEND)
     except KeyboardInterrupt as error:
         number = getattr(error, "number", signal.SIGINT)
