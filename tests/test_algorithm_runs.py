@@ -232,7 +232,7 @@ def test_a_step_in_which_every_group_agrees_makes_no_update(tiny_model: str, tmp
         tiny_model, tmp_path / "r", reward_funcs=same, zero_variance_groups="resample", max_resamples=2, max_steps=1
     )
     assert rows[0]["rollout/resamples"] == 2
-    assert rows[0]["rollout/groups"] == rows[0]["rollout/groups_dropped"] == 7  # 3, 3, and 1 where the epoch ends
+    assert rows[0]["rollout/groups"] == rows[0]["rollout/groups_dropped"] == 9
     assert rows[0]["train/tokens"] == 0
     notices = [row["message"] for row in read_rows(tmp_path / "r", "events")]
     assert any("no group of rollouts differed in reward (see zero_variance_groups)" in message for message in notices)

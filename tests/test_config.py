@@ -186,7 +186,10 @@ def test_a_recipe_that_is_not_there() -> None:
         ({"engine": "vllm", "vllm_urls": ["http://a"]}, "vllm_urls has an effect only with engine: vllm-remote"),
         ({"engine": "vllm-remote"}, "needs vllm_urls"),
         ({"engine": "vllm", "vllm_devices": [1], "tensor_parallel_size": 2}, "1 GPUs are not enough for engine 0"),
-        ({"engine": "vllm", "vllm_devices": [1, 1]}, r"2 engine\(s\) share GPU 1.*set gpu_memory_utilization"),
+        (
+            {"engine": "vllm", "num_rollout_workers": 2, "vllm_devices": [1, 1]},
+            r"2 engine\(s\) share GPU 1.*set gpu_memory_utilization",
+        ),
         ({"delta_full_every": 3}, "delta_full_every has an effect only with weight_sync_method: delta"),
         ({"weight_sync_method": "direct", "weight_sync_dir": "x"}, "weight_sync_dir has an effect only with"),
     ],
@@ -201,7 +204,9 @@ def test_engine_and_sync_options_that_do_nothing_are_refused(options: dict[str, 
 def test_each_engine_gets_its_own_devices_or_server() -> None:
     from mrl.crew import engine_options, rollout_workers
 
-    own = OrchestratorConfig.from_flat(engine="vllm", tensor_parallel_size=2, vllm_devices=[4, 5, 6, 7])
+    own = OrchestratorConfig.from_flat(
+        engine="vllm", num_rollout_workers=2, tensor_parallel_size=2, vllm_devices=[4, 5, 6, 7]
+    )
     assert [engine_options(own, i)["vllm_devices"] for i in range(2)] == [[4, 5], [6, 7]]
     remote = OrchestratorConfig.from_flat(engine="vllm-remote", vllm_urls=["a", "b", "c"], num_rollout_workers=1)
     assert rollout_workers(remote) == 3

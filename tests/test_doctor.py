@@ -249,4 +249,4 @@ def test_requirements_of_mrl_are_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(installed_packages.metadata, "requires", lambda name: lines)
     rich, missing = installed_packages._unmet_requirements()
     assert rich.startswith("mrl needs rich<1, which is ")
-    assert missing == 'mrl needs not-there>=2, which is not installed: pip install "not-there>=2"'
+    assert missing == "mrl needs not-there>=2, which is not installed: pip install 'not-there>=2'"

@@ -145,7 +145,7 @@ def test_nobody_waits_for_a_slow_step(where: str, tiny_model: str, tmp_path: Pat
     def slow(completions: list[str], **_: Any) -> list[float]:
         nonlocal calls
         calls += 1
-        if calls == 2:
+        if calls == 3:  # before the run it is tried once
             os.kill(os.getpid(), signal.SIGINT)
             ended.wait(90)
         return kinds(completions)
@@ -172,7 +172,7 @@ def test_a_notebooks_second_interrupt_ends_the_call(
     def stubborn(completions: list[str], **_: Any) -> list[float]:
         nonlocal calls
         calls += 1
-        if calls == 1:  # which is waited for
+        if calls == 2:  # the first step's, which is waited for; before the run it is tried once
             for _again in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.3)
@@ -188,7 +188,7 @@ def test_a_notebooks_second_interrupt_ends_the_call(
     while any(thread.name == "mrl-run" for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [row["kind"] for row in read_rows(tmp_path / "run", "events")][-1] != "error"
-    assert calls == 1
+    assert calls == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -200,7 +200,7 @@ def test_the_command_says_how_to_go_on_and_exits_with_the_signals_code(
     (tmp_path / "tasks & more.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(4)))
     (tmp_path / "rewards.py").write_text(
         "import os\ncalls = 0\ndef r(completions, **_):\n    global calls\n    calls += 1\n"
-        f"    if calls == 2: os.kill(os.getpid(), {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
+        f"    if calls == 3: os.kill(os.getpid(), {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
     )
     flags = ["--model", tiny_model, "--dataset", "tasks & more.jsonl", "--reward-funcs", "rewards.py:r", "--save-steps"]
     more = ["0", "--device", "cpu", "--max-completion-length", "6", "--batch-size", "2", "--run-name", "my `run`"]

@@ -230,7 +230,10 @@ def test_an_interrupted_queue_goes_on_with_what_was_in_flight(tiny_model: str, t
         ({"async_mode": "queue", "sync_weights_every": 2}, "sync_weights_every=2: weights are sent after every step"),
         ({"async_mode": "queue", "max_staleness": 0, "over_sampling": 2.0}, "over_sampling=2.0: with async_mode queue"),
         ({"async_mode": "pipeline", "zero_variance_groups": "resample"}, "groups='resample': resample does not go"),
-        ({"over_sampling": 2.0, "weight_sync_method": "direct"}, "over_sampling=2.0: .*weight_sync_method='direct'"),
+        (
+            {"over_sampling": 2.0, "weight_sync_method": "direct"},
+            "over_sampling=2.0: .*use weight_sync_method='reload'",
+        ),
         (
             {"async_mode": "queue", "stale_rollouts": "correct", "importance_sampling": "none"},
             "stale_rollouts='correct': correct needs importance_sampling",

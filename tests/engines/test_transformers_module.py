@@ -37,7 +37,8 @@ def test_a_shared_module_needs_no_sync_and_is_left_as_it_was():
     before = generate(engine, requests)
     assert [m.training for m in model.modules()] == flags
     assert model.is_gradient_checkpointing
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "mrl"  # which attends as `sdpa` does, and stays
+    assert "attn_implementation" not in model.config.to_json_string()
     assert model.model.layers[1].mlp.gate_proj.weight.grad.eq(1).all()
     loss = model(torch.tensor([requests[0].prompt_ids]), labels=torch.tensor([requests[0].prompt_ids])).loss
     loss.backward()

@@ -144,7 +144,18 @@ def test_a_changed_option_is_allowed_and_taken_or_refused(
     (checkpoint,) = list_checkpoints(tmp_path / "r")
     state = checkpoint.state
     assert set(state) == {
-        *("step", "policy_version", "order", "random", "tasks", "trackers", "gap_in_a_row", "best", "actor"),
+        *(
+            "step",
+            "policy_version",
+            "order",
+            "random",
+            "tasks",
+            "trackers",
+            "gap_in_a_row",
+            "best",
+            "actor",
+            "evaluation_due",
+        ),
     }
     assert set(state["order"]) == HELD
     before = stored_options(tmp_path / "r")

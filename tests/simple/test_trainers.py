@@ -95,7 +95,7 @@ def test_trls_own_options_arrive(simple: Train, tmp_path: Path) -> None:
 
 def test_a_trainers_refusal_is_a_message(simple: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MRL_RUNS", str(tmp_path))
-    with pytest.raises(ConfigError, match="algorithm: dpo: TRL says"):
+    with pytest.raises(ConfigError, match="algorithm='dpo': dpo: TRL says"):
         simple("dpo", trl_args={"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]})
     with pytest.raises(TrainingError, match=r"algorithm: dpo: TRL says .*nonsense"):
         simple("dpo", run_dir=None, run_name=None, trl_args={"loss_type": ["nonsense"]})
@@ -175,7 +175,7 @@ def test_messages_need_a_template(simple: Train, untied_model: str) -> None:
 
 
 def test_rewards_are_refused_where_nothing_is_rewarded(simple: Train) -> None:
-    with pytest.raises(ConfigError, match="reward_funcs: 'sandbox_partial' has no meaning"):
+    with pytest.raises(ConfigError, match="reward_funcs='sandbox_partial': 'sandbox_partial' has no meaning"):
         simple("sft", reward_funcs="sandbox_partial")
 
 
