@@ -47,9 +47,11 @@ TRAIN_BASICS = {
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the `mrl` command. Exits with 0, with 2 for what the user can mend, with 1 for what nobody
     foresaw, with 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP."""
-    # Waiting threads that spin take the cores from whatever else runs, a sandbox for one: on a busy machine a training
-    # step then takes ten times as long. Has to be set before torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Between two operations torch's threads wait for the next one. Where they spin for long they take the cores from
+    # whatever else runs, a sandbox for one; where they sleep at once, every small operation waits for the kernel and a
+    # step takes twice as long. So they spin for less than a millisecond. Has to be set before torch is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "60000")
     arguments = sys.argv[1:] if argv is None else argv
     run_command(lambda: _dispatch(arguments), arguments)
 
