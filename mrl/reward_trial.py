@@ -6,6 +6,7 @@ functions take only one of the two. The wrong one may raise at every completion,
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from mrl.workers.reward import RewardWorker
 
 ANSWERS = ("The answer is 4.", "x = 1\nprint(f'{x:.2f}')  # <answer>\\boxed{a}</answer>")
 """Made-up completions: words, digits, code and what answers are marked with."""
+TRIAL_SECONDS = 5.0
+"""A function that takes longer is not judged: a run should not wait for it before it has begun."""
 
 
 async def try_rewards(config: OrchestratorConfig, tasks: list[Task], steps: int, *, loop: bool = True) -> list[str]:
@@ -29,8 +32,8 @@ async def try_rewards(config: OrchestratorConfig, tasks: list[Task], steps: int,
     steps: of the run, for `trainer_state`. loop: whether the functions will run on this event loop; if not,
     asynchronous ones are left alone, which may hold on to the loop they were first called on. Returns notices on
     functions that seem to misread their completions. Raises RewardError for one that fails, and would not with
-    completions of the other kind; one that fails with both may only dislike what was made up here. Python's and numpy's
-    random numbers go on as if nothing had been drawn.
+    completions of the other kind; one that fails with both may only dislike what was made up here, and one that takes
+    more than five seconds is not judged. Python's and numpy's random numbers go on as if nothing had been drawn.
     """
     rewards = [r for r in RewardWorker(**reward_worker_args(config.reward)).rewards if isinstance(r, FunctionReward)]
     before, notices = random_state(), []
@@ -51,8 +54,9 @@ async def _try_one(reward: FunctionReward, task: Task, state: TrainerState, rand
     async def ask(requests: list[RewardRequest]) -> Scores | None:
         set_random_state(randomness)
         try:
-            return await reward.score(requests, trainer_state=state)
-        except RewardError:  # it breaks its contract: the run will say so with the completions that show it
+            async with asyncio.timeout(TRIAL_SECONDS):
+                return await reward.score(requests, trainer_state=state)
+        except (RewardError, TimeoutError):  # it breaks its contract: the run will say so with what shows it
             return None
 
     requests = [

@@ -49,6 +49,8 @@ def test_the_reference_is_asked_while_rewards_are_computed(
         return answer
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        if completion_ids == [[0], [0]]:  # made up, before the run
+            return [0.0, 0.0]
         assert asked.wait(20), "the reference was not asked while the reward was running"
         asked.clear()
         return length_reward(completion_ids)
