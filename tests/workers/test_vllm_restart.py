@@ -52,7 +52,7 @@ def break_one(monkeypatch: pytest.MonkeyPatch, how: signal.Signals) -> None:
     [
         (signal.SIGKILL, "reload", {}),
         (signal.SIGKILL, "direct", {"use_lora": True, "lora_r": 8}),
-        (signal.SIGSTOP, "direct", {"vllm_stall_timeout": 10.0}),
+        (signal.SIGSTOP, "direct", {"vllm_stall_timeout": 20.0}),
     ],
 )
 def test_a_run_outlives_its_engine(
