@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-RUNS, STEPS = 4, 12
+RUNS, STEPS = 4, 6
 ENTRY = "import sys; from mrl.cli import main; main(sys.argv[1:])"
 
 

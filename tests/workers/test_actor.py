@@ -208,6 +208,7 @@ def test_old_logprobs_are_those_of_a_pass_before_the_update(tiny_model: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a C++ compiler runs for each kind of layer
 def test_compiled_layers_train_the_same_and_resume_bit_for_bit(tiny_model: str, tmp_path: Path) -> None:
     """Also with activation checkpointing and packing; sampling meanwhile is not compiled."""
     batch = make_batch(tiny_model)
