@@ -93,7 +93,7 @@ _INSTEAD = {
     "their number",
     "optim optimizer": "the optimizer is AdamW: adam_beta1, adam_beta2, weight_decay",
     "logging_steps logging_strategy log_interval": "every step is logged; report_to says where",
-    "push_to_hub hub_model_id": "`mrl checkpoints RUN publish` does it",
+    "push_to_hub hub_model_id": "`mrl checkpoints RUN push` does it",
     "deepspeed fsdp fsdp_config zero_stage nnodes n_gpus_per_node num_gpus": "the actor trains on one device",
     "attn_implementation flash_attn": "attention is chosen by the engine and by packing",
     "val_before_train eval_on_start eval_before_train": "held-out tasks are always attempted before the first step",
