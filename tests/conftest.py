@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mrl.engines.vllm import VLLMEngine
     from mrl.workers.rows import Rows
 
 # Tiny models are fastest on one thread, and two pools of threads on a busy machine wait for each other.
@@ -115,6 +116,29 @@ def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def untied_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same with a head of its own."""
     return str(build_model(tmp_path_factory.mktemp("models") / "for-vllm-untied", tied=False, **VLLM_SHAPE))
+
+
+@pytest.fixture(scope="session")
+def running_vllm(vllm_model: str) -> Iterator[VLLMEngine]:
+    """For every test that needs nothing special of it: a start takes longer than most tests. It holds the weights that
+    the test before sent, so each sends its own first."""
+    yield from _vllm(vllm_model)
+
+
+@pytest.fixture(scope="session")
+def running_vllm_with_adapters(vllm_model: str) -> Iterator[VLLMEngine]:
+    """The same, of which `lora_sync: adapter` is possible."""
+    yield from _vllm(vllm_model, use_lora=True, lora_r=8)
+
+
+def _vllm(model: str, **changes: object) -> Iterator[VLLMEngine]:
+    from mrl.config import ModelConfig
+    from mrl.engines.vllm import VLLMEngine
+
+    config = ModelConfig(model=model, device="cpu", max_model_len=256, **changes)
+    engine = VLLMEngine.create(config, vllm_args={"block_size": 32}, vllm_kv_cache_gb=0.25, lora_sync="adapter")
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ def test_benchmark(name: str) -> None:
     assert printed in output_of(name, arguments)
 
 
+@pytest.mark.soak
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", VLLM)
 def test_benchmark_with_vllm(name: str) -> None:

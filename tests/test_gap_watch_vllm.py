@@ -7,17 +7,15 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
-from torch import nn
 
-from mrl.config import ModelConfig
-from mrl.engines import ENGINES
 from mrl.engines.vllm import VLLMEngine
 from mrl.errors import TrainingError
 from mrl.types import WeightRef
 from tests.conftest import VLLM_SHAPE, build_model
+from tests.lent import Lent, lent
 from tests.planted import SamplesOtherwise, run, warnings_of
 
 pytestmark = pytest.mark.vllm
@@ -27,29 +25,6 @@ pytestmark = pytest.mark.vllm
 def sharp_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "sharp-for-vllm"
     return str(build_model(folder, initializer_range=0.3, **VLLM_SHAPE))
-
-
-@pytest.fixture(scope="module")
-def running(sharp_vllm_model: str) -> Iterator[VLLMEngine]:
-    """One float32 vLLM for all runs that do not change how it is started."""
-    engine = VLLMEngine.create(ModelConfig(model=sharp_vllm_model, device="cpu", max_model_len=128))
-    yield engine
-    engine.close()
-
-
-class Lent(VLLMEngine):
-    """An engine of one run around the vLLM that all share."""
-
-    lender: VLLMEngine
-
-    @classmethod
-    def create(cls, config: ModelConfig, module: nn.Module | None = None, **options: Any) -> Self:
-        engine = cls.__new__(cls)
-        engine.__dict__.update(cls.lender.__dict__)
-        return engine
-
-    def close(self) -> None:
-        """The fixture does."""
 
 
 class LosesUpdates(Lent):
@@ -69,11 +44,10 @@ class LosesUpdates(Lent):
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, running: VLLMEngine) -> Iterator[str]:
-    name = f"planted-{request.node.name}"
-    ENGINES.register(name)(type("Planted", request.param[0], {"lender": running, **request.param[1]}))
-    yield name
-    ENGINES._registered.pop(name)
+def engine(request: pytest.FixtureRequest, running_vllm: VLLMEngine) -> Iterator[str]:
+    kinds, attributes = request.param
+    with lent(running_vllm, *kinds, **attributes) as name:
+        yield name
 
 
 def stops(model: str, folder: Path, named: str, **options: Any) -> None:
@@ -118,7 +92,7 @@ def test_vllm_as_it_is_has_no_gap(sharp_vllm_model: str, tmp_path: Path, engine:
 
 def test_vllms_own_options_are_named(sharp_vllm_model: str, tmp_path: Path) -> None:
     """bfloat16 beside a trainer in float32; logprobs as they are before the temperature."""
-    own: dict[str, Any] = {"engine": "vllm", "max_model_len": 128}
+    own: dict[str, Any] = {"engine": "vllm", "max_model_len": 128, "vllm_kv_cache_gb": 0.25}
     stops(
         sharp_vllm_model,
         tmp_path / "dtype",

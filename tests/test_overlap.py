@@ -22,6 +22,7 @@ from mrl.store.filters import Filter
 from mrl.store.read import RunReader
 from mrl.store.run import read_rows
 from mrl.types import TokenSequence, WeightRef
+from tests.lent import lent
 
 TASKS = [{"prompt": "say " + "x" * (i % 3) + str(i)} for i in range(7)]
 
@@ -167,13 +168,13 @@ def test_each_token_has_the_logprob_of_the_version_it_carries(tiny_model: str, t
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("changes", [{}, {"weight_sync_method": "direct"}, {"use_lora": True, "lora_r": 8}])
 def test_vllm_takes_new_weights_in_the_middle_of_completions(
-    vllm_model: str, tmp_path: Path, changes: dict[str, Any]
+    vllm_model: str, tmp_path: Path, changes: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    options = {**LONG, "engine": "vllm", "vllm_args": {"block_size": 32}, "vllm_kv_cache_gb": 0.25, **changes}
-    train(vllm_model, tmp_path, **{**options, "max_completion_length": 80})
+    kind = "running_vllm_with_adapters" if "use_lora" in changes else "running_vllm"
+    with lent(request.getfixturevalue(kind)) as name:
+        train(vllm_model, tmp_path, **{**LONG, **changes, "engine": name, "max_completion_length": 80})
     rows = list(read_rows(tmp_path, "metrics"))
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert max(row["rollout/staleness_max"] for row in rows) in (1, 2, 3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,14 +17,16 @@ import torch
 from mrl.config import ModelConfig
 from mrl.engines.transformers import TransformersEngine
 from mrl.engines.vllm import VLLMEngine
-from mrl.errors import EngineError, SyncError
+from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.models import load_model
 from mrl.sync.files import publish
 from mrl.types import GenerateRequest, SamplingParams, TokenSequence, WeightRef
+from tests.engines.vllm_processes import core_of, found, processes_of, shared_by
 
 pytestmark = pytest.mark.vllm
 
-LENGTH = 128
+LENGTH = 256
+"""Of `running_vllm`."""
 
 
 def config(model: str, **changes: object) -> ModelConfig:
@@ -30,10 +34,10 @@ def config(model: str, **changes: object) -> ModelConfig:
 
 
 @pytest.fixture(scope="module")
-def engine(vllm_model: str) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine.create(config(vllm_model), vllm_args={"block_size": 32})
-    yield engine
-    engine.close()
+def engine(running_vllm: VLLMEngine, vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> VLLMEngine:
+    model = load_model(config(vllm_model))
+    running_vllm.load_weights(publish(model.state_dict(), tmp_path_factory.mktemp("weights"), 0))
+    return running_vllm
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +193,36 @@ async def test_paused_requests_go_on_where_they_were(engine: VLLMEngine) -> None
     assert [c.token_ids for c in await task] == [c.token_ids for c in plain]
 
 
+async def test_pausing_and_loading_do_not_look_like_hanging(
+    engine: VLLMEngine, vllm_model: str, tmp_path: Path
+) -> None:
+    """For as long as they take: what the watch over it asks for says that nobody waits for a token."""
+
+    async def working() -> int:
+        return int((await engine._one("pulse"))["working"])
+
+    running = asyncio.create_task(engine.generate(requests(16, SamplingParams(max_tokens=250))))
+    await in_flight(engine, 16)
+    assert await working()
+    await engine.pause()
+    assert (await engine.health())["in_flight"]
+    assert not await working()
+    await engine.resume()
+    assert await working()
+    ref = publish(load_model(config(vllm_model)).state_dict(), tmp_path, 0)
+    core = found(core_of(engine.pid))
+    os.kill(core, signal.SIGSTOP)
+    update = asyncio.create_task(asyncio.to_thread(engine.load_weights, ref))
+    while await working():
+        await asyncio.sleep(0.01)
+    done, _ = await asyncio.wait([update, running], timeout=0.5)
+    assert not done
+    assert not await working()
+    os.kill(core, signal.SIGCONT)
+    await update
+    assert {c.finish_reason for c in await running} <= {"length", "stop"}
+
+
 async def test_cancelling_frees_the_engine(engine: VLLMEngine) -> None:
     task = asyncio.create_task(engine.generate(requests(4, SamplingParams(max_tokens=100))))
     await in_flight(engine, 4)
@@ -255,7 +289,8 @@ async def test_bad_weights_are_refused_or_stop_the_engine(
 
 
 def test_several_devices_and_another_environment(vllm_model: str, tmp_path: Path) -> None:
-    """Two processes for one model, in an environment that has vLLM and no mrl."""
+    """Two processes for one model, in an environment that has vLLM and no mrl. In the end all are killed at once:
+    nobody is left to tidy up, neither the workers' shared memory nor that of Python's own trackers."""
     other = tmp_path / "other"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(other)], check=True)
     (site,) = (other / "lib").glob("python*/site-packages")
@@ -279,5 +314,12 @@ def test_several_devices_and_another_environment(vllm_model: str, tmp_path: Path
             ref = publish(dict(model.state_dict()), tmp_path / "weights", version + 1)
             engine.load_weights(ref)
             assert engine.held() == ref.checksum
+        shared = shared_by(processes_of(engine.pid))
+        assert shared
+        os.killpg(engine.pid, signal.SIGKILL)
+        for call in (engine.generate(requests(1, SamplingParams(max_tokens=200))), engine.health()):
+            with pytest.raises(EngineDied, match="vLLM process died"):
+                asyncio.run(call)
+        assert not [path for path in shared if path.exists()]
     finally:
         engine.close()

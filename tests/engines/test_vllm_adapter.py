@@ -1,4 +1,5 @@
-"""Adapters that take each other's place on a server, with a stand-in for it (the real one: `test_vllm_remote.py`)."""
+"""Servers that are refused, and adapters that take each other's place on one, with a stand-in for it (the real one:
+`test_vllm_remote.py`)."""
 
 from __future__ import annotations
 
@@ -12,16 +13,18 @@ import torch
 
 from mrl.config import ModelConfig
 from mrl.engines.vllm_remote import RemoteVLLMEngine
-from mrl.errors import EngineError, SyncError
+from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.sync.files import adapter_ref
 from mrl.sync.tensors import write_file
 from mrl.types import GenerateRequest, SamplingParams, WeightRef
 
 
 class FakeServer:
-    """What a `vllm serve` with adapters answers. `before_next` is done before the next completion is looked at."""
+    """What a `vllm serve` with adapters answers. `before_next` is done before the next completion is looked at.
+    logprob: of the only token that top-k leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, logprob: float = 0.0) -> None:
+        self.logprob = logprob
         self.adapters: dict[str, str] = {}
         self.before_next: Any = None
 
@@ -42,7 +45,7 @@ class FakeServer:
                 before_next()
             if body["model"] not in {"base", *self.adapters}:
                 return httpx.Response(404, text="no such model")
-            logprobs = {"token_logprobs": [0.0]}
+            logprobs = {"token_logprobs": [self.logprob]}
             choice = {"token_ids": [7], "logprobs": logprobs, "finish_reason": "length"}
             return httpx.Response(200, json={"choices": [choice]})
         return httpx.Response(404)
@@ -54,15 +57,35 @@ def adapter(folder: Path, version: int) -> WeightRef:
     return adapter_ref(folder / f"v{version}", version)
 
 
-async def test_a_request_whose_adapter_is_replaced_runs_with_the_new_one(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = FakeServer()
+def put_before(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
+    """Every address is this server's."""
     for name in ("Client", "AsyncClient"):
         real = getattr(httpx, name)
         monkeypatch.setattr(
             httpx, name, lambda real=real, **options: real(**options, transport=httpx.MockTransport(server))
         )
+
+
+def test_a_server_with_raw_logprobs_or_without_the_model_is_refused(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(model=tiny_model, device="cpu", max_model_len=64)
+    with pytest.raises(EngineDied, match=r"vllm_urls: http://127\.0\.0\.1:9 does not answer"):
+        RemoteVLLMEngine.create(config, url="http://127.0.0.1:9")
+    with pytest.raises(EngineError, match="has no MRL_NO_SUCH_KEY"):
+        RemoteVLLMEngine.create(config, url="http://a", vllm_api_key_env="MRL_NO_SUCH_KEY")
+    put_before(monkeypatch, FakeServer(logprob=-5.5))
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        RemoteVLLMEngine.create(config, url="http://a")
+    with pytest.raises(EngineError, match="serves base, not 'other'"):
+        RemoteVLLMEngine.create(config, url="http://a", vllm_model_name="other")
+
+
+async def test_a_request_whose_adapter_is_replaced_runs_with_the_new_one(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeServer()
+    put_before(monkeypatch, server)
     engine = RemoteVLLMEngine.create(ModelConfig(model=tiny_model, device="cpu", max_model_len=64), url="http://a")
 
     async def versions() -> list[int | list[int]]:

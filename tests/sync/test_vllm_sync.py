@@ -27,48 +27,44 @@ KINDS: dict[str, dict[str, object]] = {
     "lora-adapter": {"model": "vllm_model", **LORA},
     "bfloat16": {"model": "vllm_model", "dtype": "bfloat16"},
 }
+SHARED = {"full-tied": "running_vllm", "lora-merged": "running_vllm", "lora-adapter": "running_vllm_with_adapters"}
 METHODS = ("reload", "direct", "direct-network", "volume", "delta", "delta-direct", "delta-volume")
-ANEW = ("full-tied", "lora-merged")
 CASES = [
-    (kind, method)
-    for kind in KINDS
-    for method in (*METHODS, *(["checkpoint"] if kind in ANEW else []))
-    if not (kind == "lora-adapter" and "delta" in method)
+    *((kind, method) for kind in KINDS for method in METHODS if not (kind == "lora-adapter" and "delta" in method)),
+    ("full-tied", "checkpoint"),
+    pytest.param("lora-merged", "checkpoint", marks=pytest.mark.soak),
 ]
-"""Differences are of all tensors: with an adapter alone they are refused before a run starts."""
-
-
-class Served:
-    """One running engine for all methods; what they send differs, so each has to replace what the last one left."""
-
-    def __init__(self, kind: str, model: str) -> None:
-        self.kind, self.model, self.untouched = kind, model, fingerprint(model)
-        self.settings: dict[str, object] = {"device": "cpu", "max_model_len": 64} | KINDS[kind] | {"model": model}
-        lora_sync = "adapter" if kind == "lora-adapter" else "merged"
-        self.worker = RolloutWorker("vllm", self.settings, {"lora_sync": lora_sync, "sync_timeout": 60.0})
-        self.worker.load()
-
-    def close(self) -> None:
-        self.worker.close()
-        assert fingerprint(self.model) == self.untouched, "a run must not write where its model came from"
+"""Differences are of all tensors: with an adapter alone they are refused before a run starts. A checkpoint takes an
+engine's start, everything else a second."""
 
 
 @pytest.fixture(scope="module")
-def serve(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Served]]:
-    """What serves a kind; the one before is closed when another is asked for. (A parametrised fixture would be made
-    anew for each test.)"""
-    running: list[Served] = []
+def worker_of(request: pytest.FixtureRequest) -> Iterator[Callable[[str], RolloutWorker]]:
+    """What serves a kind, for all methods; what they send differs, so each has to replace what the last one left."""
+    workers: dict[str, RolloutWorker] = {}
+    untouched: dict[str, str] = {}
 
-    def get(kind: str) -> Served:
-        if not running or running[0].kind != kind:
-            if running:
-                running.pop().close()
-            running.append(Served(kind, request.getfixturevalue(str(KINDS[kind]["model"]))))
-        return running[0]
+    def get(kind: str) -> RolloutWorker:
+        if kind not in workers:
+            model = request.getfixturevalue(str(KINDS[kind]["model"]))
+            untouched[model] = fingerprint(model)
+            settings = {"device": "cpu", "max_model_len": 64} | KINDS[kind] | {"model": model}
+            lora_sync = "adapter" if kind == "lora-adapter" else "merged"
+            worker = RolloutWorker("vllm", settings, {"lora_sync": lora_sync, "sync_timeout": 60.0})
+            if kind in SHARED:
+                worker.engine = request.getfixturevalue(SHARED[kind])
+            else:
+                worker.load()
+            workers[kind] = worker
+        return workers[kind]
 
     yield get
-    if running:
-        running.pop().close()
+    for kind, worker in workers.items():
+        if kind in SHARED:
+            worker.engine = None
+        worker.close()
+    for model, before in untouched.items():
+        assert fingerprint(model) == before, "a run must not write where its model came from"
 
 
 def fingerprint(folder: str) -> str:
@@ -98,11 +94,12 @@ async def train_and_sync(name: str, settings: dict[str, object], worker: Rollout
     sync = SYNC_METHODS.get(method)(
         folder / "weights", lora=lora, deadline=100.0, shares_modules=not elsewhere, **extra
     )
-    reports = [await sync.sync(actor, [handle], 10)]
+    first = SYNC_METHODS.get("reload")(folder / "first", lora=lora, deadline=100.0) if method == "checkpoint" else sync
+    reports = [await first.sync(actor, [handle], 10)]
     policy = PolicyClient([handle])
     seen = []
     limit = 0.1 if settings.get("dtype") == "bfloat16" else 1e-4
-    for version in (11, 12) if method == "checkpoint" else (11, 12, 13):  # a new engine takes most of a minute
+    for version in (11, 12) if method == "checkpoint" else (11, 12, 13):  # it starts a new engine each time
         completions = await policy.generate(requests())
         assert {c.policy_version for c in completions} == {version - 1}
         seen.append([c.token_ids for c in completions])
@@ -117,6 +114,7 @@ async def train_and_sync(name: str, settings: dict[str, object], worker: Rollout
             reports.append(await sync.sync(actor, [handle], version))
     assert seen[0] != seen[-1], "training must have changed what is sampled, or the check above shows nothing"
     await actor.kill()
+    first.close()
     sync.close()
     assert not (folder / "weights").exists()
     return [report.bytes for report in reports]
@@ -126,12 +124,12 @@ async def train_and_sync(name: str, settings: dict[str, object], worker: Rollout
 async def test_after_a_sync_the_logprobs_are_the_actors(
     kind: str,
     method: str,
-    serve: Callable[[str], Served],
+    worker_of: Callable[[str], RolloutWorker],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    served = serve(kind)
-    settings, worker = served.settings, served.worker
+    worker = worker_of(kind)
+    settings = worker.model_config.model_dump()
     if method == "direct-network":
         monkeypatch.setattr("mrl.workers.rollout.machine", lambda: "another-machine")
     assert isinstance(worker.engine, VLLMEngine)

@@ -10,6 +10,8 @@ every process it started with it.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import os
 import sys
 from pathlib import Path
@@ -36,6 +38,7 @@ class Host:
     def __init__(self, settings: dict[str, Any], version: int) -> None:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         extension = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
@@ -48,7 +51,13 @@ class Host:
             "weight_transfer_config": WeightTransferConfig(backend=NAME),
             **settings,
         }
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        engine_args = AsyncEngineArgs(**arguments)
+        vllm_config = engine_args.create_engine_config()
+        if current_platform.is_cpu() and vllm_config.parallel_config.distributed_executor_backend == "uni":
+            # On CPU vLLM spawns its own process, which then imports all of this once more: half of the time it takes to
+            # start. Spawning is for binding several workers' threads to cores; here there is one, and nothing is bound.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self.llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=engine_args.disable_log_stats)
         self.first_version = version
         self.lora: Any = None
         self.broken: str | None = None
@@ -60,6 +69,7 @@ class Host:
 
     async def start(self) -> dict[str, Any]:
         await self.llm.collective_rpc("mrl_set_up")
+        await self.llm.collective_rpc("mrl_skip_ranks")
         await self.llm.update_weight_version(str(self.first_version))
         config = self.llm.vllm_config
         cache = config.cache_config
@@ -307,6 +317,8 @@ def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 async def serve(socket: str) -> None:
     """Until the other side closes."""
     reader, writer = await asyncio.open_unix_connection(socket)
+    # vLLM's process must not hold this open too: when the host dies, the other side has to see it close.
+    os.register_at_fork(after_in_child=functools.partial(os.close, writer.get_extra_info("socket").fileno()))
     first = await read(reader)
     try:
         host = Host(first["settings"], first["version"])
@@ -361,6 +373,8 @@ def main() -> None:
         sys.stderr.flush()
         if os.getpgrp() == os.getpid():
             end_group(os.getpgrp())
+    atexit._run_exitfuncs()  # semaphores, for one, are removed here
+    os._exit(0)  # Python would take seconds to take apart what vLLM imported
 
 
 if __name__ == "__main__":
