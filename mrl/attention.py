@@ -1,7 +1,7 @@
 """The attention of the models that mrl runs: one function, which does what the arguments of each call ask for.
 
-Which function a model calls stands in its configuration, which everybody shares who runs it. So it is put there once,
-and not exchanged for a while by whoever runs the model: another thread's call would get it, too.
+A model's configuration names the attention function it calls, and everybody who runs the model shares that
+configuration. So the name is set once and stays: swapping it around a call would change another thread's call, too.
 
 - Rows that are stored without padding (`line`): see mrl.workers.packed_attention.
 - One new token per row over a padded cache: without repeating grouped keys and values. Transformers' `sdpa` copies them

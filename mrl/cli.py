@@ -112,14 +112,21 @@ def train(argv: list[str]) -> int:
     from mrl.trainer import MRLTrainer, make_config
 
     options: dict[str, Any] = {}
+
+    def in_users_words(message: str) -> str:
+        """Flags, but for options that the recipe gives."""
+        return in_flags(message, keys=options.keys() - given.keys())
+
     try:
         with located(find_recipe(recipe) if recipe else None, given):
             options = flat_options(recipe, given)
             config = make_config(options)
-            result = MRLTrainer(config).train()
+            trainer = MRLTrainer(config)
+            trainer.wording = in_users_words
+            result = trainer.train()
     except MRLError as error:
         if not error.worded:
-            error.reword(in_flags(str(error), keys=options.keys() - given.keys()))
+            error.reword(in_users_words(str(error)))
         raise
     stopped = result.signal if result.status == "interrupted" else None
     with contextlib.suppress(OSError) if stopped else contextlib.nullcontext():  # the terminal may be gone
@@ -137,7 +144,9 @@ def _print_run(result: Any, config: Any) -> None:
     from rich.markup import escape
 
     from mrl import report
+    from mrl.inherit import eval_command
     from mrl.resume import how_to_go_on
+    from mrl.store.find import shortest_name
 
     console = Console(highlight=False)
     run = result.run_dir
@@ -171,14 +180,14 @@ def _print_run(result: Any, config: Any) -> None:
         return
     if result.checkpoint is None or (config.trl.mode == "simple" and config.trl.algorithm == "reward"):
         return
-    split = config.data.eval_split or config.data.dataset_split
+    name = shortest_name(run)
     console.print("Go on with", style="bold")
-    if config.data.dataset_name and curve.what == "reward":
-        print(f"  {command('mrl', 'eval', run, '--dataset', config.data.dataset_name, '--split', split)}")
+    if curve.what == "reward" and (evaluation := eval_command(run)):
+        print(f"  {evaluation}")
     pairs = report.before_and_after(run, 1)
     prompt = pairs[0]["prompt"] if pairs else "your prompt"
-    print(f"  {command('mrl', 'sample', run, prompt)}")
-    print(f"  {command('mrl', 'train', '--model', run)} …   # train on from here")
+    print(f"  {command('mrl', 'sample', name, prompt)}")
+    print(f"  {command('mrl', 'train', '--model', name)} …   # train on from here")
 
 
 # --- doctor and cache -------------------------------------------------------------------------------------------------
@@ -191,7 +200,7 @@ def doctor(argv: list[str]) -> int:
     given = parse(
         "mrl doctor",
         "Say what is installed, and try every engine, backend and sandbox: which work here, and why not.\n"
-        "Exits with 1 when the default ones do not work.",
+        "Exits with 1 when the default ones do not work, or took too long to tell.",
         argv,
         options=[],
         extra={"json": argument("Print the report as JSON.", default="off", kind=bool)},

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mrl.config.dialects import in_flags
 from mrl.errors import ConfigError, DataError, ModelError, RewardError
 from mrl.flags import Groups, argument, parse
 from mrl.inherit import (
@@ -32,7 +33,7 @@ MACHINE = (
 )
 TASKS = ("dataset_name", "dataset_config", "dataset_split", "prompt_column", "rename", "max_samples")
 SCORE = (
-    *("reward_funcs", "reward_weights", "reward_timeout"),
+    *("reward_funcs", "reward_weights", "reward_timeout", "reward_trial"),
     *("sandbox", "sandbox_options", "sandbox_timeout", "sandbox_memory_mb"),
 )
 _PROMPTS = ("How the model is prompted, and where a completion ends: of a run, as it did there.", PROMPTS)
@@ -125,7 +126,7 @@ def evaluate(argv: list[str]) -> int:
     options.setdefault("dataset_split", held_out_split(options["dataset_name"]))
     config = _config(model, options, inherited)
     if inherited and was_trained_on(inherited.run, options):
-        _say(f"note: these are the tasks that {inherited.run.name} was trained on, not held-out ones")
+        _note(f"these are the tasks that {inherited.run.name} was trained on, not held-out ones")
 
     from mrl.evaluation import evaluate as run_evaluation
     from mrl.store.run import write_rollouts
@@ -133,7 +134,7 @@ def evaluate(argv: list[str]) -> int:
 
     with _explained(model, inherited), _Progress("evaluating") as progress:
         report = run_to_end(
-            run_evaluation(config, samples_per_task=count, by=by, confidence=confidence, progress=progress)
+            run_evaluation(config, samples_per_task=count, by=by, confidence=confidence, progress=progress, note=_note)
         )
     report = replace(report, model=model)
     if output:
@@ -170,8 +171,8 @@ def _print_evaluation(report: Any, by: str | None) -> None:
         table.add_row(Text(name), f"{value.mean:.3f}", interval)
     console = Console(highlight=False)
     console.print(table)
-    size = f"{plural(report.tasks, 'task')} x {plural(report.samples_per_task, 'attempt')}"
-    print(f"{size}; {report.completion_length:.0f} tokens a completion")
+    tasks = plural(report.tasks, "task") if report.taken == str(report.tasks) else f"{report.taken} tasks"
+    print(f"{tasks} x {plural(report.samples_per_task, 'attempt')}; {report.completion_length:.0f} tokens a completion")
     if report.unscored:
         attempts = report.tasks * report.samples_per_task
         whole = f", {plural(report.unscored_tasks, 'task')} not at all" if report.unscored_tasks else ""
@@ -242,7 +243,7 @@ def _config(model: str, options: dict[str, Any], inherited: Inherited | None) ->
     if inherited:
         _say(inherited.said(DEFAULTS))
         for note in inherited.notes:
-            _say(f"note: {note}")
+            _note(note)
     source = str(inherited.checkpoint.path) if inherited else model
     return OrchestratorConfig.from_flat(**(DEFAULTS | options | {"model": source}))
 
@@ -315,6 +316,11 @@ class _Progress:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+
+
+def _note(message: str) -> None:
+    """What was written for recipes, in flags."""
+    _say(f"note: {in_flags(message)}")
 
 
 def _say(message: str) -> None:

@@ -34,6 +34,8 @@ class EvalReport:
     model: str
     dataset: str
     tasks: int
+    taken: str
+    """How many of how many there are: `5 of 128`, or `128`; `the first 5` of a stream, which nobody counted."""
     samples_per_task: int
     unscored: int
     """Rollouts that could not be scored. They are in no mean; intervals reach from all of them failing to all of them
@@ -59,13 +61,16 @@ async def evaluate(
     by: str | None = None,
     confidence: float = 0.95,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    note: Callable[[str], None] = lambda message: None,
 ) -> EvalReport:
     """Attempt every task of the configured dataset. Raises MRLError.
 
+    progress: gets tasks done and their number. note: gets what a user should know before it starts.
     Scoring of one batch of tasks runs beside the generation of the next.
     """
     prepared = await in_thread(prepare_evaluation, config, by)
-    await try_rewards(config, prepared.tasks, 0)
+    for notice in await try_rewards(config, prepared.tasks, 0):
+        note(notice)
     backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
     try:
         policy = await _policy(backend, config, prepared.max_model_len)
@@ -90,13 +95,21 @@ async def evaluate(
             await scoring
     finally:
         await backend.close()
-    return summarize(config, groups, samples_per_task, by, confidence)
+    return summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
 
 
 def summarize(
-    config: OrchestratorConfig, groups: list[Group], samples_per_task: int, by: str | None, confidence: float
+    config: OrchestratorConfig,
+    groups: list[Group],
+    samples_per_task: int,
+    by: str | None,
+    confidence: float,
+    taken: str | None = None,
 ) -> EvalReport:
-    """The numbers of scored groups. Raises TrainingError when no rollout could be scored."""
+    """The numbers of scored groups. taken: how many of how many tasks, None = all.
+
+    Raises TrainingError when no rollout could be scored.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = {group.task.id: [rollout.reward for rollout in group.rollouts] for group in groups}
     tasks = list(rewards.values())
@@ -113,6 +126,7 @@ def summarize(
         model=config.model.model,
         dataset=f"{config.data.dataset_name}:{config.data.dataset_split}",
         tasks=len(groups),
+        taken=taken or str(len(groups)),
         samples_per_task=samples_per_task,
         unscored=len(unscored),
         unscored_tasks=sum(all(reward is None for reward in attempts) for attempts in tasks),

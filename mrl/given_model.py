@@ -54,9 +54,14 @@ class GivenModel:
         """What it was loaded from, for the run's name."""
         return getattr(self.model.config, "name_or_path", None) or type(self.model).__name__
 
+    @staticmethod
+    def folder(run_dir: Path) -> Path:
+        """Where a run keeps it."""
+        return run_dir / FOLDER
+
     def write(self, run_dir: Path, *, resume: bool) -> None:
         """Write it into the run's folder. resume: it is there already, and has to be the same. Raises ConfigError."""
-        folder = run_dir / FOLDER
+        folder = self.folder(run_dir)
         weights = checksum(self.model.state_dict())
         if resume:
             written = folder / CHECKSUM
@@ -87,7 +92,7 @@ class GivenModel:
         """Undo `write` where no run came of it."""
         if (run_dir / "config.yaml").exists():
             return
-        shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+        shutil.rmtree(self.folder(run_dir), ignore_errors=True)
         if run_dir.is_dir() and not any(run_dir.iterdir()):
             run_dir.rmdir()
 

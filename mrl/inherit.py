@@ -14,18 +14,21 @@ from mrl.data.files import BUILDERS
 from mrl.data.sources import own_reward
 from mrl.errors import ConfigError
 from mrl.resume import existing_run, is_description, stored_options
+from mrl.shell import command
 from mrl.store.checkpoints import Checkpoint, find_checkpoint
-from mrl.store.find import all_runs, find_run, runs_root
+from mrl.store.find import all_runs, find_run, runs_root, shortest_name
 
 PROMPTS_AND_LIMITS = ("prompt_format", "system_prompt", "max_tokens", "max_model_len", "stop", "dtype")
 SCORE = (
-    *("reward_funcs", "reward_weights", "reward_timeout"),
+    *("reward_funcs", "reward_weights", "reward_timeout", "reward_trial"),
     *("sandbox", "sandbox_options", "sandbox_timeout", "sandbox_memory_mb"),
 )
 VLLM = (
     *("vllm_python", "tensor_parallel_size", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager"),
     *("vllm_max_num_seqs", "vllm_args", "vllm_start_timeout", "vllm_stall_timeout"),
 )
+HAVE_HELD_OUT = ("tiny-code", "reasoning_gym")
+"""Sources of tasks that have others than those a run was trained on."""
 _WIDEST = 60
 
 
@@ -83,6 +86,23 @@ def similar_run(name: str) -> str | None:
     """The run whose name is nearest to one that is not there."""
     close = difflib.get_close_matches(Path(name.rpartition("@")[0] or name).name, [run.name for run in all_runs()], n=1)
     return close[0] if close else None
+
+
+def eval_command(run: Path) -> str | None:
+    """The shortest command that measures a run; None where it would have to be told what the record does not hold.
+
+    On its held-out tasks where it is known to have any, else on those it was trained on. Raises ConfigError.
+    """
+    recorded = stored_options(run)
+    held_out = any(recorded.get(name) for name in ("eval_dataset", "eval_split"))
+    held_out = held_out or str(recorded.get("dataset_name")).partition(":")[0] in HAVE_HELD_OUT
+    given = {} if held_out else {"dataset_split": _split(recorded)}
+    try:
+        _tasks(run, recorded, given)
+        _score(run, recorded, given)
+    except ConfigError:
+        return None
+    return command("mrl", "eval", shortest_name(run), *(["--split", given["dataset_split"]] if given else []))
 
 
 def inherit_prompts(run: Path, checkpoint: Checkpoint, given: dict[str, Any]) -> Inherited:

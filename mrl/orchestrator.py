@@ -29,7 +29,6 @@ from mrl.progress import showing_progress
 from mrl.recorded_run import RecordedRun
 from mrl.resume import fingerprint, random_state, set_random_state
 from mrl.reward_shaping import KL, is_scored, shape_by_length
-from mrl.reward_trial import try_rewards
 from mrl.rewards.scoring import TrainerState, mean_of_rounds, score_groups
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED
@@ -59,7 +58,7 @@ class Orchestrator(RecordedRun):
         self.prepared = await in_thread(prepare, self.config)
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
-        self.prepared.notices += await try_rewards(self.config, tasks + self.prepared.eval_tasks, self.total_steps)
+        await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
         self.sync = make_sync(self.config, self.run_dir / self.scratch)
 
     async def _train(self) -> None:

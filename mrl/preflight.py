@@ -15,6 +15,7 @@ from mrl.data.load import Loaded
 from mrl.data.tasks import Row, rows_to_tasks
 from mrl.engines import ENGINES, vllm_devices
 from mrl.errors import ConfigError
+from mrl.metric_names import check_best_metric, loggers, metric_names
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.sandbox import SANDBOXES
@@ -69,13 +70,16 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
     eval_tasks, all_eval_tasks = load_eval_tasks(config)
-    check_best_metric(config, bool(eval_tasks))
+    names = metric_names(config, rewards.rewards, evaluates=bool(eval_tasks))
+    notices = check_best_metric(
+        config.training.best_metric, names, loggers(rewards.rewards), evaluates=bool(eval_tasks)
+    )
     for part in (tasks, eval_tasks):
         if part:
             check_rewards(rewards, part)
     counts = Counts(of(len(tasks), all_tasks), of(len(eval_tasks), all_eval_tasks))
     prepared = _with_model(config, tasks, eval_tasks, counts)
-    prepared.notices += gpu_notices
+    prepared.notices += gpu_notices + notices
     return prepared
 
 
@@ -144,16 +148,6 @@ def engine_gpus(config: OrchestratorConfig) -> tuple[list[list[int]], int | None
     seen = torch.cuda.device_count()
     actor = vllm_devices.actors_gpu(config.model.device, seen)
     return vllm_devices.share_out(config.serving, config.runtime.num_rollout_workers, seen, actor), actor
-
-
-def check_best_metric(config: OrchestratorConfig, evaluates: bool) -> None:
-    """Raise ConfigError when `best_metric` is one of evaluations and there are no held-out tasks."""
-    name = config.training.best_metric
-    if name is not None and name.removeprefix("-").startswith("eval/") and not evaluates:
-        raise ConfigError(
-            f"best_metric: {name} is measured on held-out tasks, and there are none; set eval_split or eval_dataset, "
-            "or use a metric of the training tasks, e.g. reward/mean"
-        )
 
 
 def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import shutil
 import signal
-from collections.abc import Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -28,13 +29,15 @@ from mrl.resume import (
     record_options,
     resume_command,
 )
+from mrl.reward_trial import try_rewards
 from mrl.run_watch import RunWatch, find_troubles
 from mrl.shell import command
 from mrl.store.checkpoints import remove_leftovers
+from mrl.store.find import shortest_name
 from mrl.store.run import RunStore, read_rows
 from mrl.tracking import RunInfo, TrackerSet
 from mrl.tracking.base import WARNING, Status
-from mrl.types import Group
+from mrl.types import Group, Task
 from mrl.units import duration, plural
 
 T = TypeVar("T")
@@ -72,9 +75,10 @@ class RunResult:
             figures.append(f"loss {self.metrics['train/loss']:.4f}")
         if "eval/pass_rate" in self.eval_metrics:
             figures.append(f"held-out pass rate {self.eval_metrics['eval/pass_rate']:.1%}")
-        following = command("mrl", "runs", "show", self.run_dir)
+        name = shortest_name(self.run_dir)
+        following = command("mrl", "runs", "show", name)
         if self.checkpoint is not None:
-            sample = command("mrl", "sample", self.run_dir, "your prompt")
+            sample = command("mrl", "sample", name, "your prompt")
             following = sample if self.status == "finished" else resume_command(self.run_dir)
         lines = [
             f"{self.status} after {plural(self.steps, 'step')}, {duration(self.seconds)}",
@@ -86,7 +90,7 @@ class RunResult:
         return "RunResult: " + "\n  ".join(lines)
 
 
-class RecordedRun:
+class RecordedRun(ABC):
     """Runs one configuration from beginning to end, or from its newest checkpoint on. How it trains is a subclass's.
 
     resume: `run_dir` holds a run of this configuration.
@@ -111,6 +115,8 @@ class RecordedRun:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._asked = asyncio.Event()
         self._gives_up = False
+        self.wording: Callable[[str], str] = str
+        """How what is shown speaks of options: as flags, as arguments, or as in recipes, which the record keeps to."""
         self.watch = RunWatch(config, run_dir, self._warn)
 
     async def run(self) -> RunResult:
@@ -188,20 +194,21 @@ class RecordedRun:
 
     # --- what a subclass does ---------------------------------------------------------------------------------------
 
+    @abstractmethod
     async def _prepare(self) -> None:
         """Check everything that can be before the run's folder is touched; sets `prepared`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _train(self) -> None:
         """Start workers, `_announce`, train until `total_steps` or `stopping`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _clean_up(self) -> None:
         """After the workers are gone, whatever happened."""
 
+    @abstractmethod
     def _newest_checkpoint(self) -> Path | None:
         """After `_train` has returned."""
-        raise NotImplementedError
 
     def _complete(self) -> bool:
         """Whether there is nothing left to do."""
@@ -268,11 +275,11 @@ class RecordedRun:
 
     def _note(self, message: str) -> None:
         self.store.event("notice", message, step=self.step)
-        self.trackers.note(message)
+        self.trackers.note(self.wording(message))
 
     def _warn(self, message: str) -> None:
         self.store.event("warning", message, step=self.step)
-        self.trackers.note(f"{WARNING}{message}")
+        self.trackers.note(f"{WARNING}{self.wording(message)}")
 
     def _show_completions(self, groups: list[Group]) -> None:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -286,6 +293,16 @@ class RecordedRun:
         if troubles:
             self._warn(f"{outcome}, but {'; '.join(troubles)}")
         return troubles
+
+    async def _try_rewards(self, tasks: list[Task], steps: int, *, loop: bool = True) -> None:
+        """Before a run's first start; see `try_rewards`."""
+        if self.resume:
+            return
+
+        def tell(names: list[str]) -> None:
+            self.trackers.phase("trying", f"{' and '.join(names)} with made-up completions")
+
+        self.prepared.notices += await try_rewards(self.config, tasks, steps, loop=loop, tell=tell)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,10 @@ TOLERANCE = {"float32": 1e-3}
 checkpoint; over more steps it grows with the square root of their number. Below `SMALL` it is a share of that."""
 COARSE = 2e-2
 """The same in bfloat16 and others."""
+TOKEN_TOLERANCE = {"float32": 1e-3}
+"""What rounding may do to a maximum, in nats or to a ratio: one token decides it, and shows there when it is wrong."""
+COARSE_TOKEN = 0.25
+"""The same in bfloat16 and others."""
 SMALL = 1e-2
 EXACT = ("train/tokens", "train/updates_skipped", "train/learning_rate")
 """Metrics that rounding does not reach."""
@@ -46,12 +50,14 @@ class Difference:
         """Zero when they are the same, NaN and infinity included."""
         return 0.0 if repr(self.recorded) == repr(self.replayed) else self.replayed - self.recorded
 
-    def is_rounding(self, tolerance: float) -> bool:
-        """Whether it is no more than `tolerance` of the metric. A maximum, which one token decides, tells nothing."""
-        if self.difference == 0.0 or (self.name.endswith("_max") and math.isfinite(self.difference)):
+    def is_rounding(self, tolerance: float, token_tolerance: float) -> bool:
+        """Whether it is no more than `tolerance` of the metric; of a maximum, no more than `token_tolerance`."""
+        if self.difference == 0.0:
             return True
         if self.name in EXACT:
             return math.isclose(self.recorded, self.replayed, rel_tol=1e-9)
+        if self.name.endswith("_max"):
+            return abs(self.difference) <= token_tolerance
         return abs(self.difference) <= tolerance * max(abs(self.recorded), abs(self.replayed), SMALL)
 
 
@@ -71,6 +77,8 @@ class Replay:
     """What of it is another than when the replayed steps were trained; None = the record does not say."""
     tolerance: float
     """Largest difference that counts as rounding, as a share of a metric."""
+    token_tolerance: float
+    """The same for maxima, which one token decides, in their own unit."""
 
     @property
     def verdict(self) -> Verdict:
@@ -78,7 +86,8 @@ class Replay:
         not what it was."""
         if self.exact:
             return "equal"
-        return "rounding" if all(metric.is_rounding(self.tolerance) for metric in self.metrics) else "different"
+        alike = all(metric.is_rounding(self.tolerance, self.token_tolerance) for metric in self.metrics)
+        return "rounding" if alike else "different"
 
     @property
     def exact(self) -> bool:
@@ -115,7 +124,7 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
         for number in range(start + 1, step + 1):
             actor.keep_gradient_norms = number == step
             set_threads(environments[number].get("threads"))
-            environment = computing_environment(actor.device)
+            environment = computing_environment(actor.device) | {"precision": facts["forward_dtype"]}
             changed |= dict.fromkeys(differences(environments[number], environment))
             groups = _groups(run, number)
             samples = reference_samples(groups, config)  # all at once, as the run did: the last bits depend on it
@@ -125,9 +134,22 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
     shown = [Difference(name, recorded[step][name], value) for name, value in metrics.items() if name in recorded[step]]
     norms = dict(sorted(actor.gradient_norms.items(), key=lambda item: -item[1]))
     actor.close()
-    tolerance = TOLERANCE.get(facts["forward_dtype"], COARSE) * math.sqrt(step - start)
-    known = all(environments[number] for number in range(start + 1, step + 1))
-    return Replay(step, start, shown, norms, environment, list(changed) if known else None, tolerance)
+    replayed = [environments[number] for number in range(start + 1, step + 1)]
+    known = list(changed) if all(replayed) else None
+    return Replay(step, start, shown, norms, environment, known, *_tolerances(facts["forward_dtype"], replayed))
+
+
+def _tolerances(precision: str, replayed: list[dict[str, Any]]) -> tuple[float, float]:
+    """For means and for maxima, by the coarsest precision in which the steps were computed, now or in the run.
+
+    replayed: what each step was computed on there.
+    """
+    precisions = {precision, *(found["precision"] for found in replayed if "precision" in found)}
+    further = math.sqrt(len(replayed))
+    return (
+        further * max(TOLERANCE.get(name, COARSE) for name in precisions),
+        further * max(TOKEN_TOLERANCE.get(name, COARSE_TOKEN) for name in precisions),
+    )
 
 
 def _environments(run: Path, recorded: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -136,7 +158,9 @@ def _environments(run: Path, recorded: dict[int, dict[str, Any]]) -> dict[int, d
     found = {}
     for step, row in recorded.items():
         before = [start for start in starts if start["time"] <= row["time"]]
-        found[step] = before[-1].get("environment", {}) if before else {}
+        found[step] = dict(before[-1].get("environment", {})) if before else {}
+        if found[step] and "forward_dtype" in before[-1]:
+            found[step]["precision"] = before[-1]["forward_dtype"]
     return found
 
 

@@ -16,14 +16,14 @@ from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import CheckpointError, ConfigError
 from mrl.shell import command
 from mrl.store.checkpoints import Checkpoint, list_checkpoints, newest_intact
-from mrl.store.run import find_run, runs_root
+from mrl.store.find import find_run, runs_root, shortest_name
 from mrl.types import Task
 
 MAY_CHANGE = frozenset(
     {
         # How it runs, not what it computes.
         *("call_timeout", "num_rollout_workers", "actor_gpu", "rollout_gpu", "max_failed_fraction", "sync_timeout"),
-        *("weight_sync_dir", "max_worker_restarts", "max_logprob_gap"),
+        *("weight_sync_dir", "max_worker_restarts", "max_logprob_gap", "reward_trial"),
         *("vllm_python", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager", "vllm_max_num_seqs"),
         *(
             "vllm_start_timeout",
@@ -96,8 +96,9 @@ def resume_command(run: Path) -> str:
     except ConfigError:  # the command will say so
         given_in_python = []
     if given_in_python:
-        return f"MRLTrainer(resume={str(run)!r}, {', '.join(f'{name}=…' for name in given_in_python)}).train()"
-    return command("mrl", "train", "--resume", run)
+        arguments = [f"resume={shortest_name(run)!r}", *(f"{name}=…" for name in given_in_python)]
+        return f"MRLTrainer({', '.join(arguments)}).train()"
+    return command("mrl", "train", "--resume", shortest_name(run))
 
 
 def stored_options(run: Path) -> dict[str, Any]:

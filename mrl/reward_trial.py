@@ -7,6 +7,7 @@ functions take only one of the two. The wrong one may raise at every completion,
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,20 +27,35 @@ TRIAL_SECONDS = 5.0
 """A function that takes longer is not judged: a run should not wait for it before it has begun."""
 
 
-async def try_rewards(config: OrchestratorConfig, tasks: list[Task], steps: int, *, loop: bool = True) -> list[str]:
+async def try_rewards(
+    config: OrchestratorConfig,
+    tasks: list[Task],
+    steps: int,
+    *,
+    loop: bool = True,
+    tell: Callable[[list[str]], None] = lambda names: None,
+) -> list[str]:
     """Calls each reward function once with made-up completions of the first text prompt and of the first conversation.
 
+    Nothing where `reward_trial` is off: what a function writes, counts or pays for, it does in these calls too.
     steps: of the run, for `trainer_state`. loop: whether the functions will run on this event loop; if not,
-    asynchronous ones are left alone, which may hold on to the loop they were first called on. Returns notices on
-    functions that seem to misread their completions. Raises RewardError for one that fails, and would not with
-    completions of the other kind; one that fails with both may only dislike what was made up here, and one that takes
-    more than five seconds is not judged. Python's and numpy's random numbers go on as if nothing had been drawn.
+    asynchronous ones are left alone, which may hold on to the loop they were first called on. tell: gets the functions'
+    names before they are called. Returns notices on functions that seem to misread their completions. Raises
+    RewardError for one that fails, and would not with completions of the other kind; one that fails with both may only
+    dislike what was made up here, and one that takes more than five seconds is not judged. Python's and numpy's random
+    numbers go on as if nothing had been drawn.
     """
-    rewards = [r for r in RewardWorker(**reward_worker_args(config.reward)).rewards if isinstance(r, FunctionReward)]
+    if not config.reward.reward_trial:
+        return []
+    rewards = [
+        reward
+        for reward in RewardWorker(**reward_worker_args(config.reward)).rewards
+        if isinstance(reward, FunctionReward) and (loop or not reward.asynchronous)
+    ]
+    if rewards:
+        tell([reward.name for reward in rewards])
     before, notices = random_state(), []
     for reward in rewards:
-        if reward.asynchronous and not loop:
-            continue
         for kind in (str, list):
             task = next((task for task in tasks if isinstance(task.prompt, kind)), None)
             if task is None:

@@ -12,6 +12,7 @@ from mrl.causes import cause_key, group_causes, in_one_line
 from mrl.config import OrchestratorConfig
 from mrl.reward_shaping import PASS, is_scored, teaches
 from mrl.shell import command
+from mrl.store.find import shortest_name
 from mrl.store.read import RunReader
 from mrl.types import Group, Rollout, TrainBatch
 from mrl.units import plural
@@ -126,7 +127,7 @@ class RunWatch:
             return f"every reward was {constant:g} {last}: there is nothing left to learn from these tasks"
         return (
             f"every reward was {constant:g} {last}: nothing can be learned from that. Look at what was scored: "
-            f"{command('mrl', 'runs', 'rollouts', self.run)}"
+            f"{command('mrl', 'runs', 'rollouts', shortest_name(self.run))}"
         )
 
     def _count(self, key: str, amount: int) -> int:

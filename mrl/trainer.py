@@ -45,11 +45,13 @@ class MRLTrainer:
             raise TypeError(f"give a config or options, not both (got config and {', '.join(options)})")
         self._arguments: dict[str, Any] = {**options}
         self._given: GivenModel | None = None
+        self.wording: Callable[[str], str] = self._in_arguments
+        """How what the run says speaks of options. The command line sets its own."""
         try:
             self.config = config if config is not None else self._from_arguments()
             self.run_dir, self.resume = choose_run(self.config)
             if self._given is not None:
-                self.config.model.model = str((self.run_dir / "given-model").absolute())
+                self.config.model.model = str(self._given.folder(self.run_dir).absolute())
         except MRLError as error:
             self._reword(error)
             raise
@@ -65,6 +67,7 @@ class MRLTrainer:
             if self._given is not None:
                 self._given.write(self.run_dir, resume=self.resume)
             run = self._make_run()
+            run.wording = self.wording
             result = run_to_end(run.run(), run)
         except MRLError as error:
             self._reword(error)
@@ -100,7 +103,10 @@ class MRLTrainer:
             and isinstance(error, (ConfigError, DataError, ModelError, RewardError))
             and not error.worded
         ):
-            error.reword(in_python(str(error), self._arguments))
+            error.reword(self._in_arguments(str(error)))
+
+    def _in_arguments(self, message: str) -> str:
+        return in_python(message, self._arguments) if self._arguments else message
 
     def _make_run(self) -> RecordedRun:
         if self.config.trl.mode == "simple":

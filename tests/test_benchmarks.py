@@ -14,6 +14,7 @@ QUICK: dict[str, tuple[str, str]] = {
     "decode": ("--only 1M --case equal --repeats 1", "equal prompts"),
     "logprob_memory": ("--tokens 64 --words 500 --hidden 16 --repeats 1", "TRL"),
     "overhead": ("--quick --steps 3", "%"),
+    "replay_rounding": ("--quick --dtypes float32", "one logprob"),
     "run_store": ("--rows 400 --per-step 8 --tokens 20 --steps 2 --step-seconds 0.1", "ms"),
     "sandbox": ("--seconds 0.5", "programs, one sleeping"),
     "vs_trl": ("--quick --lengths tail --sides mrl TRL --steps 1 --rounds 1", "TRL"),

@@ -53,7 +53,7 @@ def test_train_eval_and_sample(tiny_model: str, folder: Path, capsys: pytest.Cap
     train = ["train", "--model", tiny_model, "--dataset", "tasks.jsonl", "--reward-funcs", "rewards.py:length"]
     assert mrl(*train, *FLAGS, "--run-name", "first", "--eval-split", "train") == 0
     out = capsys.readouterr().out
-    for words in ("reward.png", "mrl eval", "mrl sample", "before", "after", "held-out pass rate"):
+    for words in ("reward.png", "  mrl eval first\n", "mrl sample", "before", "after", "held-out pass rate"):
         assert words in out
     assert len(list(read_rows(folder / "runs" / "first", "metrics"))) == 2
 
@@ -78,8 +78,12 @@ def test_train_eval_and_sample(tiny_model: str, folder: Path, capsys: pytest.Cap
     assert mrl("eval", "first@2", "--device", "cpu", "--by", "level", "--reward-funcs", "rewards.py:sometimes") == 0
     out = capsys.readouterr().out
     assert "level=1 pass@1" in out
+    assert "\n4 tasks x 1 attempt; " in out
     assert "2 of 4 attempts could not be scored, 2 tasks not at all" in out
     assert "sometimes returned None" in out
+
+    assert mrl("eval", "first", "--device", "cpu", "--max-samples", "3") == 0
+    assert "\n3 of 4 tasks x 1 attempt; " in capsys.readouterr().out, "what is cut is said"
 
     assert mrl("sample", str(folder / "runs" / "first"), "say 3", "-n", "2", "--max-tokens", "4", "--json") == 0
     printed = json.loads(capsys.readouterr().out)

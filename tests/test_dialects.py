@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mrl
+from mrl import interrupts, last_resort
 from mrl.cli import main
 from mrl.config import OrchestratorConfig, flat_fields, keywords
 from mrl.config.dialects import in_flags, in_python
 from mrl.config.hints import _CALLED, _INSTEAD, named_elsewhere
 from mrl.errors import ConfigError
+from mrl.orchestrator import Orchestrator
+from mrl.recorded_run import RunResult
 
 
 @pytest.mark.parametrize(
@@ -117,6 +122,39 @@ def test_a_shell_is_told_of_flags_and_of_its_recipes_keys(
     with pytest.raises(SystemExit, match="2"):
         main(["train", str(path), *flags.split()])
     assert f" {message}" in capsys.readouterr().err
+
+
+async def says_its_notices(self: Orchestrator) -> RunResult:
+    """Stands for a run: what it says before it starts, and no more."""
+    self.store = SimpleNamespace(event=lambda kind, message, **_: said.append(message))  # type: ignore[assignment]
+    self.trackers = SimpleNamespace(note=said.append)  # type: ignore[assignment]
+    for notice in self.config.notices():
+        self._note(notice)
+    return RunResult(self.run_dir, "interrupted", 0, None, {}, signal=2)
+
+
+said: list[str] = []
+
+
+def test_notices_speak_as_errors_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown; the record keeps the words of recipes, in which everybody can read it."""
+    monkeypatch.setattr(Orchestrator, "run", says_its_notices)
+    monkeypatch.setattr(interrupts, "leave", sys.exit)
+    monkeypatch.setattr(last_resort, "leave", sys.exit)
+    recorded = "max_tokens (9) is above max_completion_length (4): completions longer than 4 tokens are scored and "
+    said.clear()
+    mrl.MRLTrainer(max_tokens=9, max_completion_length=4, run_dir=str(tmp_path / "a")).train()
+    assert said[0].startswith(recorded)
+    assert said[1].startswith(recorded.replace("max_tokens (9)", "max_tokens=9").replace("length (4)", "length=4"))
+    assert "Set max_tokens to 4" in said[1]
+    said.clear()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_completion_length: 4\n")
+    with pytest.raises(SystemExit, match="130"):
+        main(["train", str(recipe), "--max-tokens", "9", "--run-dir", str(tmp_path / "b")])
+    assert said[0].startswith(recorded)
+    assert said[1].startswith(recorded.replace("max_tokens (9)", "--max-tokens 9"))
+    assert "Set --max-tokens to 4" in said[1]
 
 
 def test_keywords_are_those_of_the_configuration() -> None:

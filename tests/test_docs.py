@@ -11,6 +11,10 @@ import pytest
 from mrl import MRLTrainer
 from mrl.cli import COMMANDS
 from mrl.config import flat_fields
+from mrl.metric_names import metric_names
+from mrl.rewards import resolve_rewards
+from mrl.simple.metrics import metric_names as simple_names
+from mrl.simple.trainers import TRAINERS
 from mrl.store.read import RunReader
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +88,7 @@ def test_metrics_of_real_runs_are_documented(options: dict[str, Any], tiny_model
 
     tasks = [{"prompt": f"say {i}", "testcases": ["assert f(1) == 1"]} for i in range(4)]
     sizes: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "num_generations": 4, "max_completion_length": 8}
-    MRLTrainer(
+    trainer = MRLTrainer(
         model=tiny_model,
         device="cpu",
         train_dataset=tasks,
@@ -95,8 +99,16 @@ def test_metrics_of_real_runs_are_documented(options: dict[str, Any], tiny_model
         report_to=[],
         **sizes,
         **options,
-    ).train()
+    )
+    trainer.train()
     with RunReader(tmp_path / "r") as reader:
         names = {*reader.metric_names(), *reader.metric_names("eval")}
     assert {"reward/distinct/mean", "sandbox/passed", "eval/failed_fraction", "time/eval", "train/loss"} <= names
     assert {name for name in undocumented(names) if not name.startswith("trl/")} == set()
+    rewards = resolve_rewards([distinct, "sandbox"])
+    if options.get("mode") == "simple":
+        known = simple_names(TRAINERS.get(options["algorithm"]), rewards, evaluates=True)
+    else:
+        known = metric_names(trainer.config, rewards, evaluates=True)
+    assert {name for name in names - known if not name.startswith("trl/")} == set(), "best_metric would refuse them"
+    assert undocumented(known - {"trl/"}) == set()

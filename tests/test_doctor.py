@@ -116,8 +116,31 @@ def test_what_hangs_is_left_behind() -> None:
 
     found = check("backend", hanging, timeout=0.2)
     release.set()
-    assert (found.ok, found.detail) == (False, "did not finish in 0 s")
+    assert (found.ok, found.slow, found.detail) == (False, True, "took longer than 0.2 s")
     assert found.seconds < 5
+
+
+def test_what_is_slow_is_not_told_as_broken(report: Report) -> None:
+    """Nobody knows whether it works: the machine may be busy."""
+
+    class Crawling:
+        async def run(self, programs: list[Any]) -> list[Verdict]:
+            return [Verdict("timeout") for _ in programs]
+
+        async def close(self) -> None:
+            pass
+
+    found = check("sandbox", Crawling)
+    assert (found.ok, found.slow) == (False, True)
+    assert found.detail.startswith("a right program was not done after ")
+    assert "may be busy" in found.fix
+    late = replace(found, name="auto", default=True)
+    others = [check for check in report.checks if not (check.default and check.kind == "sandbox")]
+    text = text_of(replace(report, ok=False, checks=[*others, late]))
+    assert "Whether mrl works here is not known: auto took too long to try" in text
+    assert "does not work" not in text
+    broken = [replace(others[0], ok=False), *others[1:], late]
+    assert "mrl does not work here" in text_of(replace(report, ok=False, checks=broken))
 
 
 @pytest.mark.parametrize(

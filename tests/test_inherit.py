@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ import pytest
 
 from mrl.config import OrchestratorConfig
 from mrl.errors import CheckpointError, ConfigError
-from mrl.inherit import find_run_of, inherit_all, inherit_prompts, similar_run, was_trained_on
+from mrl.inherit import eval_command, find_run_of, inherit_all, inherit_prompts, similar_run, was_trained_on
 from mrl.resume import record_options
 from mrl.store.checkpoints import write_checkpoint
+from mrl.store.find import shortest_name
 
 
 @pytest.fixture
@@ -188,3 +191,38 @@ def test_files_a_record_names_are_missed_elsewhere(record: Any, monkeypatch: pyt
     assert inherit_all(*find_run_of(str(run)), {}).missing_files() == []
     monkeypatch.chdir(run)
     assert inherit_all(*find_run_of(str(run)), {}).missing_files() == ["rewards.py", "tasks.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"dataset_name": "tiny-code"}, "mrl eval run"),
+        ({"dataset_name": "tasks.jsonl", "eval_dataset": "others.jsonl"}, "mrl eval run"),
+        ({"dataset_name": "some/hub", "eval_split": "validation"}, "mrl eval run"),
+        ({"dataset_name": "tasks.jsonl"}, "mrl eval run --split train"),
+        ({"dataset_name": "some/hub", "dataset_split": "train[:9]"}, "mrl eval run --split 'train[:9]'"),
+        ({"train_dataset": [{"prompt": "x"}]}, None),
+        ({"dataset_name": "tasks.jsonl", "reward_funcs": len}, None),
+    ],
+)
+def test_the_shortest_command_that_measures_a_run(options: dict[str, Any], shown: str | None, record: Any) -> None:
+    run = record(**({"reward_funcs": ["rewards.py:a"]} | options))
+    assert eval_command(run) == shown
+    if shown is not None:
+        found = find_run_of("run")
+        assert found is not None
+        words = shlex.split(shown)[3:]
+        given = {"dataset_split": words[1]} if words else {}
+        assert inherit_all(*found, given).options["dataset_name"]
+
+
+def test_a_run_is_called_by_its_name_where_that_is_enough(record: Any, tmp_path: Path) -> None:
+    run = record(**OWN)
+    assert shortest_name(run) == shortest_name(run.resolve()) == "run"
+    elsewhere = tmp_path / "other" / "run"
+    shutil.copytree(run, elsewhere)
+    assert shortest_name(elsewhere) == str(elsewhere)
+    for name in ("starter", "-n", "a@b"):
+        assert shortest_name(record(name, **OWN)) == f"runs/{name}"
+    (tmp_path / "run").mkdir()  # a model's folder, for one
+    assert shortest_name(run) == "runs/run"

@@ -208,7 +208,7 @@ def test_the_command_says_how_to_go_on_and_exits_with_the_signals_code(
         main(["train", *flags, *more])
     assert stopped.value.code == 128 + number
     said = capsys.readouterr()
-    assert "Kept: runs/my `run`/checkpoints/step-1. Go on with: mrl train --resume 'runs/my `run`'" in said.out
+    assert "Kept: runs/my `run`/checkpoints/step-1. Go on with: mrl train --resume 'my `run`'" in said.out
     assert "writing a checkpoint (Ctrl-C again to stop at once)" in said.err
     assert "mrl sample" not in said.out
 

@@ -125,6 +125,7 @@ class Options(TypedDict, total=False):
     reward_funcs: Any
     reward_weights: list[float] | None
     reward_timeout: float
+    reward_trial: bool
     sandbox: str
     sandbox_options: dict[str, Any]
     sandbox_timeout: float

@@ -39,6 +39,9 @@ class RewardConfig(Section):
     """Weights of a sum over the functions; None = their mean."""
     reward_timeout: float = Field(60.0, gt=0)
     """Seconds a reward function may take for one batch."""
+    reward_trial: bool = True
+    """Call each reward function with made-up completions before the run, to find one that takes text for messages or
+    the other way round. Off: for functions that count their calls, or pay for them."""
     sandbox: str = "auto"
     """Where tested programs run: `auto` = `local`, isolated on this machine, where that works (`mrl sandbox check`),
     else an error; `modal` = on machines of Modal's; `process` = limits only, for code that does not set out to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mrl.doctor.report import Report
+from mrl.doctor.report import BUSY, Report
 from mrl.units import size
 
 if TYPE_CHECKING:
@@ -29,8 +29,15 @@ def render(report: Report, console: Console | None = None) -> None:
     for problem in report.problems:
         console.print(f"[red]problem:[/] {escape(problem)}", soft_wrap=True)
     defaults = ", ".join(check.name for check in report.checks if check.default)
+    failed = [check for check in report.checks if check.default and not check.ok and not check.slow]
+    slow = [check.name for check in report.checks if check.default and check.slow]
     if report.ok:
         console.print(f"[green]mrl works here[/] with its defaults ({escape(defaults)}).")
+    elif slow and not failed:
+        console.print(
+            f"[yellow]Whether mrl works here is not known:[/] {escape(', '.join(slow))} took too long to try. {BUSY}.",
+            soft_wrap=True,
+        )
     else:
         console.print(f"[red]mrl does not work here[/] with its defaults ({escape(defaults)}): see what failed above.")
 
@@ -53,6 +60,7 @@ def _checks(report: Report) -> Table:
     table = Table("", "", "works", "what happened", "s", title="Tried", title_justify="left")
     for check in report.checks:
         works = Text("yes", style="green") if check.ok else Text("no", style="red" if check.default else "yellow")
+        works = Text("too slow", style="yellow") if check.slow else works
         happened = Text(check.detail + (f"\n→ {check.fix}" if check.fix else ""))
         name = check.name + (" (default)" if check.default else "")
         table.add_row(check.kind, Text(name), works, happened, f"{check.seconds:.1f}")

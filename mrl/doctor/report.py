@@ -11,12 +11,13 @@ from typing import Any
 
 from mrl.doctor.machine import Machine, gpus, machine
 from mrl.doctor.packages import OPTIONAL, Package, conflicts, packages
-from mrl.doctor.probes import PROBES
+from mrl.doctor.probes import PROBES, TookTooLong
 from mrl.errors import MRLError
 from mrl.shell import command
 
-PROBE_SECONDS = 30.0
-"""What one probe may take, imports included; then it counts as not working. Together they usually take under 10 s."""
+PROBE_SECONDS = 120.0
+"""What one probe may take, imports included; then nothing is known. Together they usually take under 10 s."""
+BUSY = "the machine may be busy: try again when it is not"
 
 
 @dataclass(slots=True)
@@ -29,11 +30,14 @@ class Check:
     default: bool
     """Whether a run uses it when nothing else is asked for."""
     ok: bool
+    """It works. Not so where `slow` is set: then nobody knows."""
     detail: str
     """What worked, or what went wrong."""
     fix: str
     """What to do about it; empty when it works, or when `detail` says so itself."""
     seconds: float
+    slow: bool = False
+    """It took longer than it was given, and neither worked nor failed."""
 
 
 @dataclass(slots=True)
@@ -97,8 +101,9 @@ def try_member(kind: str, name: str, registry: Any, default: bool, timeout: floa
     thread.join(timeout)
     seconds = time.perf_counter() - start
     if not result:
-        detail, fix = f"did not finish in {timeout:.0f} s", "look at the machine's load and try again"
-        return Check(kind, name, default, False, detail, fix, seconds)
+        return Check(kind, name, default, False, f"took longer than {timeout:g} s", BUSY, seconds, slow=True)
+    if isinstance(result[0], TookTooLong | TimeoutError):
+        return Check(kind, name, default, False, str(result[0]) or "timed out", BUSY, seconds, slow=True)
     if isinstance(result[0], str):
         return Check(kind, name, default, True, result[0], "", seconds)
     detail, fix = _explain(result[0], kind)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mrl.engines.requests import check_request, check_sequence, end_ids, sampling_fields, versions_per_token
 from mrl.engines.vllm_client import VLLMProcess
-from mrl.engines.vllm_devices import visible
+from mrl.engines.vllm_devices import environment
 from mrl.errors import ConfigError, EngineError, SyncError
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
@@ -99,11 +99,10 @@ class VLLMEngine:
         }
         named = config.device.partition(":")[2]
         devices = vllm_devices or (list(range(int(named), int(named) + tensor_parallel_size)) if named else [])
-        environment = {"CUDA_VISIBLE_DEVICES": visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))}
         start = {
             "settings": settings,
             "python": vllm_python,
-            "env": environment if devices else {},
+            "env": environment(devices, os.environ) if devices else {},
             "start_timeout": vllm_start_timeout,
             "stall_timeout": vllm_stall_timeout,
             "sync_timeout": sync_timeout,

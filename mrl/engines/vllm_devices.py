@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mrl.config import ServingConfig
 from mrl.errors import ConfigError, EngineError
+
+CUDA, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 
 
 def actors_gpu(device: str, seen: int) -> int | None:
@@ -25,7 +29,7 @@ def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None
         if seen and max(serving.vllm_devices) >= seen:
             raise ConfigError(
                 f"vllm_devices: {max(serving.vllm_devices)} is asked for and {seen} GPU(s) can be seen; they are "
-                "counted from 0, among those of CUDA_VISIBLE_DEVICES where it is set"
+                f"counted from 0, among those of {CUDA} (AMD's: {HIP}) where it is set"
             )
     elif not seen:
         return [[] for _ in range(engines)]
@@ -45,8 +49,23 @@ def notices(shares: list[list[int]], actor: int | None) -> list[str]:
     return [f"engine: vllm: GPU {actor} is used by the actor and by vLLM, which leaves each less memory and speed."]
 
 
-def visible(numbers: list[int], outer: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for a process that is to see the GPUs of these numbers.
+def environment(numbers: list[int], outer: Mapping[str, str]) -> dict[str, str]:
+    """What a process has to find in its environment to see the GPUs of these numbers. outer: the environment here.
+
+    Where it is set, AMD's HIP_VISIBLE_DEVICES goes before CUDA_VISIBLE_DEVICES, which NVIDIA's GPUs alone read; vLLM
+    does not start where the two differ, so both are set then. ROCR_VISIBLE_DEVICES stays what it is: the others count
+    the GPUs that it leaves. Raises EngineError.
+    """
+    import torch
+
+    if HIP in outer and torch.version.cuda is None:
+        found = visible(numbers, outer[HIP], HIP)
+        return {HIP: found, CUDA: found}
+    return {CUDA: visible(numbers, outer.get(CUDA))}
+
+
+def visible(numbers: list[int], outer: str | None, variable: str = CUDA) -> str:
+    """The `variable` for a process that is to see the GPUs of these numbers.
 
     outer: what it is here, of which the numbers count the entries: numbers of the machine's GPUs, or their UUIDs, as a
     scheduler such as Slurm sets them. None = not set, so that the numbers are the machine's. Raises EngineError.
@@ -60,7 +79,7 @@ def visible(numbers: list[int], outer: str | None) -> str:
         entries.append(entry)
     if missing := [number for number in numbers if number >= len(entries)]:
         raise EngineError(
-            f"vllm_devices: {missing[0]} is asked for, and CUDA_VISIBLE_DEVICES={outer} has {len(entries)} GPU(s), "
+            f"vllm_devices: {missing[0]} is asked for, and {variable}={outer} has {len(entries)} GPU(s), "
             "which are counted from 0"
         )
     return ",".join(entries[number] for number in numbers)

@@ -65,8 +65,9 @@ class Scores:
 class Reward(Protocol):
     """Scores rollouts.
 
-    Two optional attributes: `check_columns(columns)`, which raises RewardError when a dataset will not do, and
-    `bounded = True` when `score` ends by itself, so that `reward_timeout` is not applied to it.
+    Optional attributes: `check_columns(columns)`, which raises RewardError when a dataset will not do; `bounded = True`
+    when `score` ends by itself, so that `reward_timeout` is not applied to it; `logged`, the names of the metrics it
+    may log (None, or not there: any).
     """
 
     name: str

@@ -60,6 +60,7 @@ class CodeReward:
 
     partial = False
     bounded = True  # by each program's limits
+    logged = tuple(f"sandbox/{status}" for status in get_args(Status))
 
     def __init__(self, sandbox: Sandbox | None = None, limits: Limits | None = None, name: str = "sandbox") -> None:
         """sandbox: default, one for the whole process, as `sandbox: auto` makes it."""

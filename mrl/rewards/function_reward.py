@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dis
 import inspect
 import math
 import numbers
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from decimal import Decimal
@@ -45,6 +47,12 @@ class FunctionReward:
     def asynchronous(self) -> bool:
         """Whether it runs on the event loop."""
         return _is_async(self.function)
+
+    @property
+    def logged(self) -> tuple[str, ...] | None:
+        """None = it may log metrics of any name; () = nothing it reads is `log_metric`."""
+        takes = _reads_rest(self.function) if self._accepted is None else "log_metric" in self._accepted
+        return None if takes else ()
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raises RewardError when the function has a required parameter that nothing fills."""
@@ -229,6 +237,24 @@ def _parameters(function: Callable[..., Any], name: str) -> tuple[set[str] | Non
     return {p.name for p in named}, required
 
 
+def _code(function: Callable[..., Any]) -> types.CodeType | None:
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)  # noqa: B004
+
+
+def _reads_rest(function: Callable[..., Any]) -> bool:
+    """Whether a function with `**kwargs` can reach `log_metric`: by its name, or by reading `kwargs` at all."""
+    code = _code(function)
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:  # nothing to look at, or a decorator's signature
+        return True
+    named = code.co_argcount + code.co_kwonlyargcount
+    rest = code.co_varnames[named + bool(code.co_flags & inspect.CO_VARARGS)]
+    if "log_metric" in code.co_varnames[:named] or rest in code.co_cellvars:
+        return True
+    loads = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
+    return any(rest in (names if isinstance(names, tuple) else (names,)) for names in loads)
+
+
 def _number(item: Any) -> float | None:
     if not isinstance(item, numbers.Real) and hasattr(item, "item") and getattr(item, "size", 1) != 0:
         try:
@@ -246,8 +272,7 @@ def _number(item: Any) -> float | None:
 
 def _user_line(error: BaseException, function: Callable[..., Any]) -> str:
     """`file:line: source` where the error left the user's code: the last frame in the function's own file."""
-    inner = getattr(function, "func", function)
-    code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)  # noqa: B004
+    code = _code(function)
     if code is None:
         return ""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == code.co_filename]

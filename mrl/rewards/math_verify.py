@@ -28,6 +28,7 @@ class MathVerifyReward:
 
     name = "math_verify"
     bounded = True  # by the pool
+    logged = ()
 
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:

@@ -27,6 +27,7 @@ class ReasoningGymReward:
 
     name = "reasoning_gym"
     bounded = True  # by the pool
+    logged = ()
 
     def __init__(self) -> None:
         self._pool = VerifierPool("mrl.rewards.reasoning_gym:judge", seconds=SECONDS)

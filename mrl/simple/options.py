@@ -73,7 +73,9 @@ MEANINGS: dict[str, Meaning] = {
     "eval_steps": Meaning(
         ALL - {"online_dpo"}, ("eval_strategy", "eval_steps", "eval_on_start", "num_generations_eval")
     ),
-    **_mrl("reward_funcs reward_timeout sandbox sandbox_options sandbox_timeout sandbox_memory_mb", ONLINE),
+    **_mrl(
+        "reward_funcs reward_timeout reward_trial sandbox sandbox_options sandbox_timeout sandbox_memory_mb", ONLINE
+    ),
     "reward_weights": Meaning(ONLINE, ("reward_weights",)),
     **_mrl("backend call_timeout actor_gpu"),
     **_mrl("run_dir run_name resume allow_change"),

@@ -17,20 +17,10 @@ from mrl.experience import check_failures, rollout_metrics
 from mrl.rewards.base import RewardRequest
 from mrl.rewards.scoring import TrainerState
 from mrl.simple.data import TASK
+from mrl.simple.metrics import METRICS, RECORDED_ELSEWHERE
 from mrl.simple.trainers import TrainerSpec
 from mrl.types import Group, Message, Rollout, Sample, Task
 
-METRICS = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate",
-    "entropy": "train/entropy",
-    "kl": "train/kl",
-    "clip_ratio/low_mean": "train/clipped_low_fraction",
-    "clip_ratio/high_mean": "train/clipped_high_fraction",
-}
-"""TRL's names and mrl's (docs/metrics.md) of the same quantities; others appear under `trl/`."""
-RECORDED_ELSEWHERE = ("epoch", "reward", "reward_std", "frac_reward_zero_std", "step_time", "total_flos")
 NOT_KNOWN = math.nan
 """The logprob of a sampled token: TRL's trainers do not keep the sampler's."""
 

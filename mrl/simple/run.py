@@ -12,10 +12,10 @@ from mrl.config import OrchestratorConfig
 from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
 from mrl.errors import ConfigError
+from mrl.metric_names import check_best_metric, loggers
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.preflight import (
     Counts,
-    check_best_metric,
     check_disk,
     check_names,
     check_rewards,
@@ -30,9 +30,9 @@ from mrl.preflight import (
 )
 from mrl.recorded_run import RecordedRun
 from mrl.resume import fingerprint
-from mrl.reward_trial import try_rewards
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.simple.data import check_shape, make_examples
+from mrl.simple.metrics import metric_names
 from mrl.simple.options import check_options, notices
 from mrl.simple.trainers import TRAINERS, TrainerSpec
 from mrl.store.checkpoints import prune
@@ -69,7 +69,13 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     text_column = config.trl.trl_args.get("dataset_text_field", "text")
     shape = check_shape(rows, spec, where, text_column) if rows else ()
     eval_tasks, eval_rows, eval_total = _load_eval(config, spec, shape, text_column)
-    check_best_metric(config, bool(eval_total))
+    scorers = [] if rewards is None else rewards.rewards
+    notes = check_best_metric(
+        config.training.best_metric,
+        metric_names(spec, scorers, evaluates=bool(eval_total)),
+        loggers(scorers),
+        evaluates=bool(eval_total),
+    )
     for part in (tasks, eval_tasks):
         if part and rewards is not None:
             check_rewards(rewards, part)
@@ -81,7 +87,7 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
         tasks, eval_tasks = (_as_tasks(make_examples(part, shape, encoder)) for part in (rows, eval_rows))
     _check_enough(tasks, config, spec)
     counts = Counts(of(len(tasks), total), of(len(eval_tasks), eval_total))
-    return PreparedSimple(spec, tasks, eval_tasks, context, notices(config, spec, len(tasks)), counts)
+    return PreparedSimple(spec, tasks, eval_tasks, context, notices(config, spec, len(tasks)) + notes, counts)
 
 
 def check_installed() -> None:
@@ -105,10 +111,13 @@ class SimpleRun(RecordedRun):
         if self.prepared.spec.online:
             tasks = self.prepared.tasks + self.prepared.eval_tasks
             steps = total_steps(self.config, len(self.prepared.tasks))
-            self.prepared.notices += await try_rewards(self.config, tasks, steps, loop=False)
+            await self._try_rewards(tasks, steps, loop=False)
 
     def _newest_checkpoint(self) -> Path | None:
         return self.store.checkpoint_path(self.checkpointed) if self.checkpointed else None
+
+    def _clean_up(self) -> None:
+        """Nothing: the worker removes what it wrote when it is closed."""
 
     # --- the worker -------------------------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ class SimpleWorker:
             with contextlib.suppress(Exception):  # the error is what matters
                 self.recorder.write_step()  # what was generated is written down, whatever came after
         finally:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # a verifier that does not end well costs no trained run
                 self.recorder.close()
             self.records.put({"kind": END, "step": self.recorder.step})
 

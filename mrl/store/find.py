@@ -57,6 +57,16 @@ def find_run(name: str) -> Path | None:
     return None
 
 
+def shortest_name(run: Path) -> str:
+    """What commands know a run by: its name, or its path where the name would say something else."""
+    name = run.name
+    taken = name == "starter" or name.startswith("-") or "@" in name
+    found = None if taken else find_run(name)
+    if found is None or found.resolve() != run.resolve() or (Path(name).exists() and not _is_run(Path(name))):
+        return str(run)
+    return name
+
+
 def newest_checkpoint(run: Path) -> Path | None:
     """The checkpoint of the latest step, or None."""
     found = [

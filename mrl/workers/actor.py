@@ -231,9 +231,8 @@ class ActorWorker:
         The reference model stays the one that `initialize` loaded: the policy before training.
         """
         actor_state = json.loads((Path(path) / STATE).read_text())["actor"]
-        updates = (
-            actor_state["step"] * self.config.num_iterations
-        )  # the schedule goes on in steps without an update too
+        # The schedule goes on in steps without an update, too.
+        updates = actor_state["step"] * self.config.num_iterations
         load_snapshot(Path(path), self.model, self.optimizer, self.scheduler, updates=updates)
         self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
         if (probe := Path(path) / GAP_PROBE).exists():  # older checkpoints have none

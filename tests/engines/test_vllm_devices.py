@@ -13,7 +13,7 @@ from mrl.config import ModelConfig
 from mrl.crew import engine_options
 from mrl.engines import vllm as engine_module
 from mrl.engines.vllm import VLLMEngine
-from mrl.engines.vllm_devices import notices, visible
+from mrl.engines.vllm_devices import environment, notices, visible
 from mrl.errors import ConfigError, EngineError
 from mrl.preflight import engine_gpus
 
@@ -98,6 +98,29 @@ def test_numbers_count_the_gpus_that_an_outer_setting_leaves(
         return
     with pytest.raises(EngineError, match=rf"vllm_devices: {numbers[0]} is asked for, and CUDA_VISIBLE_DEVICES="):
         visible(numbers, outer)
+
+
+@pytest.mark.parametrize(
+    ("outer", "built_for_cuda", "expected"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "4,5"}, False, {"HIP_VISIBLE_DEVICES": "5", "CUDA_VISIBLE_DEVICES": "5"}),
+        (
+            {"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5", "ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5"},
+            False,
+            {"HIP_VISIBLE_DEVICES": "5", "CUDA_VISIBLE_DEVICES": "5"},
+        ),
+        ({"ROCR_VISIBLE_DEVICES": "6,7"}, False, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "2,3"}, True, {"CUDA_VISIBLE_DEVICES": "3"}),
+    ],
+)
+def test_amds_variables_count_where_amds_gpus_are(
+    outer: dict[str, str], built_for_cuda: bool, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8" if built_for_cuda else None)
+    assert environment([1], outer) == expected
+    if "HIP_VISIBLE_DEVICES" in expected:
+        with pytest.raises(EngineError, match="HIP_VISIBLE_DEVICES=4,5 has 2 GPU"):
+            environment([2], outer)
 
 
 @pytest.mark.parametrize(

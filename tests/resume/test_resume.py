@@ -23,10 +23,11 @@ from mrl.config import OrchestratorConfig
 from mrl.errors import CheckpointError, ConfigError
 from mrl.models import resolve_model
 from mrl.recorded_run import RunResult
-from mrl.replay import TOLERANCE, Difference, replay
+from mrl.replay import TOKEN_TOLERANCE, TOLERANCE, Difference, replay
 from mrl.resume import MAY_CHANGE, NEVER, check_same_run, is_description, stored_options
 from mrl.store.checkpoints import Checkpoint, best_step, list_checkpoints, newest_intact, write_checkpoint
 from mrl.store.run import read_rows
+from mrl.types import Group, Rollout
 
 TASKS = [{"prompt": f"say {i}"} for i in range(6)]
 
@@ -344,8 +345,16 @@ def test_limits_and_best(tiny_model: str, tmp_path: Path) -> None:
 
 
 def test_best_of_a_metric_there_is_not(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no metric 'reward/maen'"):
+    """What a reward function was to log, and did not, is found at the first checkpoint; all else before the run."""
+
+    def might_log(completions: list[str], log_metric: Any) -> list[float]:
+        return [len(set(text)) / 8 for text in completions]
+
+    with pytest.raises(ConfigError, match="no step has a metric 'reward/maen'; the nearest: reward/mean"):
         run(tiny_model, tmp_path / "r", best_metric="reward/maen")
+    assert not (tmp_path / "r").exists()
+    with pytest.raises(ConfigError, match="there is no metric 'reward/maen' at step 1"):
+        run(tiny_model, tmp_path / "r", best_metric="reward/maen", reward_funcs=might_log)
 
 
 def test_best_by_an_evaluation_counts_where_there_was_one(tiny_model: str, tmp_path: Path) -> None:
@@ -448,6 +457,35 @@ def test_replay_shows_what_was_tampered_with(tiny_model: str, tmp_path: Path) ->
     assert any(m.name == "train/logprob_gap_max" and m.difference > 1e-4 for m in result.metrics)
 
 
+def test_replay_shows_one_token_and_one_advantage_that_are_wrong(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest faults of interest, beside what other numbers of threads do to the last bits."""
+    run(tiny_model, tmp_path / "r", max_steps=1, batch_size=6, num_generations=8, max_completion_length=24)
+    stored = replay_module._groups
+
+    def best(group: Group) -> Rollout:
+        return max(group.rollouts, key=lambda rollout: rollout.reward or 0.0)
+
+    def one_logprob(group: Group) -> None:
+        best(group).samples[0].logprobs[0] -= 0.01
+
+    def one_reward(group: Group) -> None:
+        best(group).reward = min(rollout.reward or 0.0 for rollout in group.rollouts)
+
+    for change, name in ((one_logprob, "train/logprob_gap_max"), (one_reward, "train/grad_norm")):
+
+        def groups(run: Path, step: int, change: Any = change) -> list[Group]:
+            found = stored(run, step)
+            change(next(group for group in found if len({rollout.reward for rollout in group.rollouts}) > 1))
+            return found
+
+        monkeypatch.setattr(replay_module, "_groups", groups)
+        result = replay(tmp_path / "r", 1)
+        assert result.verdict == "different"
+        assert name in {m.name for m in result.metrics if not m.is_rounding(result.tolerance, result.token_tolerance)}
+
+
 @pytest.mark.parametrize(
     ("name", "recorded", "replayed", "rounding"),
     [
@@ -458,13 +496,15 @@ def test_replay_shows_what_was_tampered_with(tiny_model: str, tmp_path: Path) ->
         ("train/logprob_gap", 4.6e-7, 4.5e-7, True),
         ("train/logprob_gap", 4.6e-7, 2e-4, False),
         ("train/logprob_gap_max", 4.6e-6, 1.2e-5, True),
+        ("train/logprob_gap_max", 4.6e-6, 0.01, False),
         ("train/logprob_gap_max", 4.6e-6, float("nan"), False),
         ("train/tokens", 9999.0, 10000.0, False),
         ("train/learning_rate", 1e-3, 1.0001e-3, False),
     ],
 )
 def test_what_rounding_can_do_to_a_metric(name: str, recorded: float, replayed: float, rounding: bool) -> None:
-    assert Difference(name, recorded, replayed).is_rounding(TOLERANCE["float32"]) is rounding
+    found = Difference(name, recorded, replayed).is_rounding(TOLERANCE["float32"], TOKEN_TOLERANCE["float32"])
+    assert found is rounding
 
 
 def test_threads_are_recorded_replayed_with_and_named_when_a_run_goes_on_with_others(

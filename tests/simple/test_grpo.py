@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl import interrupts
 from mrl.cli import main
 from mrl.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
 from mrl.recorded_run import RunResult
@@ -225,7 +227,7 @@ def test_none_is_no_zero_and_told(
     phases: list[str] = []
     monkeypatch.setattr(ConsoleTracker, "phase", lambda self, name, detail: phases.append(name))
     result = simple(reward_funcs=sometimes, max_steps=1, report_to=["console"])
-    assert phases == ["loading data", "loading", "generating", "scoring", "training"]
+    assert phases == ["loading data", "trying", "loading", "generating", "scoring", "training"]
     cause = "no reward function scored it (sometimes returned None)"
     assert result.warnings[0] == f"4 of 16 rollouts could not be scored: {cause}"
     assert f"step 1: 4 of 16 rollouts could not be scored and are left out: {cause}" in capsys.readouterr().err
@@ -397,6 +399,35 @@ def test_the_command_line(
     assert mrl("train", "--resume", "r", "--max-steps", "3", "--json") == 0
     out = capsys.readouterr().out
     assert json.loads(out[out.index("{\n") :])["steps"] == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
+    number: int, tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(interrupts.os, "_exit", sys.exit)  # threads of other tests may be alive
+    (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(4)))
+    (tmp_path / "rewards.py").write_text(
+        "import os\ncalls = 0\ndef r(completions, **_):\n    global calls\n    calls += 1\n"
+        f"    if calls == 3: os.kill(os.getpid(), {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
+    )
+
+    def mrl(command: str) -> int:
+        with pytest.raises(SystemExit) as stopped:
+            main(shlex.split(command)[1:])
+        return int(stopped.value.code or 0)
+
+    sizes = "--batch-size 2 --max-completion-length 6 --max-model-len 256 --max-steps 3 --device cpu"
+    tasks = "--dataset tasks.jsonl --reward-funcs rewards.py:r --run-name r"
+    assert mrl(f"mrl train --simple-mode --model {tiny_model} {tasks} {sizes}") == 128 + number
+    said = capsys.readouterr()  # the first call was the trial before the run, so this was step 2
+    assert f"{signal.Signals(number).name}: finishing this step and writing a checkpoint" in said.err
+    kept, _, go_on = said.out.strip().splitlines()[-1].partition(" Go on with: ")
+    assert (kept, go_on) == ("Kept: runs/r/checkpoints/step-2.", "mrl train --resume r")
+    assert mrl(go_on) == 0
+    assert [row["step"] for row in read_rows(tmp_path / "runs" / "r", "metrics")] == [1, 2, 3]
+    assert "mrl eval r --split train" in capsys.readouterr().out
 
 
 SLOW_RUN = """

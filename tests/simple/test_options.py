@@ -111,6 +111,7 @@ OTHER: dict[str, Any] = {
     "reward_funcs": ("sandbox_partial", {}),
     "reward_weights": ([1.0], {}),
     "reward_timeout": (5.0, {}),
+    "reward_trial": (False, {}),
     "sandbox": ("process", {}),
     "sandbox_options": ({"slots": 2}, {}),
     "sandbox_timeout": (5.0, {}),

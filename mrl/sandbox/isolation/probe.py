@@ -44,9 +44,14 @@ NUMBERS = {  # x86_64, aarch64
 
 
 def act(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether it went through: neither an exception nor a negative result."""
+    """Whether it went through: neither an exception nor a negative result.
+
+    Raises what says that the act is written wrongly: it was not tried then, and must not pass for prevented.
+    """
     try:
         result = function(*args)
+    except (NameError, TypeError, KeyError):
+        raise
     except Exception:
         return False
     return not (isinstance(result, int) and result < 0)
