@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from mrl.engines.decode_step import StepKind
 from mrl.engines.transformers import TransformersEngine
+from mrl.threads import give_back_team
 from mrl.types import GenerateRequest, SamplingParams
 
 EOS = 1
@@ -109,9 +110,11 @@ def report(case: Case, repeats: int, options: argparse.Namespace) -> None:
     model = build(SHAPES[case.model], case.mean_tokens).to(options.device)
     ours, theirs, tokens = [], [], []
     mrl, generate = with_engine(model, case, options.decode_step), with_generate(model, case)
+    give_back_team()
     mrl(0), generate(0)
     for repeat in range(1, repeats + 1):
         for run, speeds in ((mrl, ours), (generate, theirs)):
+            give_back_team()  # of this thread, on which `generate` runs: beside another, the engine's would be slow
             start = time.perf_counter()
             count = run(repeat)
             speeds.append(count / (time.perf_counter() - start))

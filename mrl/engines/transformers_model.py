@@ -16,13 +16,15 @@ from transformers.cache_utils import Cache, DynamicCache
 from mrl.engines.cuda_graphs import CudaGraphs
 from mrl.engines.decode_step import StepKind
 from mrl.engines.kv_cache import GrowingCache, layer_windows
+from mrl.engines.lean_step import LeanStep, can_be_lean
 from mrl.engines.static_step import Recorder
 from mrl.engines.transformers_trial import fastest_path, takes_static_steps
 from mrl.errors import EngineError
 
-Path = Literal["own masks", "model's masks", "model's cache"]
+Path = Literal["own steps", "own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:
 
+- own steps: as the next one, but for steps of one token per row, which `LeanStep` computes.
 - own masks: our in-place cache, ready 4D masks instead of their making in every layer kind and step, `mrl.attention`.
 - model's masks: our in-place cache, masks made by the model from which columns hold tokens.
 - model's cache: everything by the model, with the cache that transformers would use. Rows cannot be replaced then.
@@ -58,6 +60,8 @@ class CausalLM:
         self.autocast_dtype = autocast_dtype
         self.limits_logits = "logits_to_keep" in accepted
         self.windows = layer_windows(self.config)
+        self.lean = LeanStep(self.inner) if autocast_dtype is None and can_be_lean(self.inner) else None
+        """Steps of one token by mrl's own hand, if the model is one it is written for."""
         self.path: Path = fastest_path(self)
         self._decode_step, self._records = decode_step, self.device.type == "cuda"
         self.static = self._decodes_static()
@@ -126,8 +130,11 @@ class CausalLM:
         nothing came before.
         """
         masks: Any = real_BL
-        if self.path == "own masks" and cache is not None:
+        if self.path in ("own steps", "own masks") and cache is not None:
             masks = self._masks(positions_BT, real_BL, cache.get_seq_length() + ids_BT.shape[1])
+        if self.path == "own steps" and isinstance(cache, GrowingCache) and ids_BT.shape[1] == 1:
+            assert self.lean is not None
+            return self.lean(ids_BT, positions_BT, masks, cache)
         return self._logits(ids_BT, positions_BT, masks, cache, keep)
 
     def step(self, ids_B: Tensor, positions_B: Tensor, columns: int, cache: Cache) -> Tensor:

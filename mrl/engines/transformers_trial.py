@@ -32,6 +32,8 @@ def fastest_path(lm: CausalLM) -> Path:
     candidates: list[Path] = []
     before = lm.text_config._attn_implementation
     if before in REPLACED and getattr(lm.inner, "_supports_attention_backend", False):
+        if lm.lean is not None and windows == {None}:
+            candidates.append("own steps")
         candidates.append("own masks")
     if windows == {None}:
         candidates.append("model's masks")
@@ -39,7 +41,7 @@ def fastest_path(lm: CausalLM) -> Path:
     finite = all(bool(logits.isfinite().all()) for logits in expected)
     for path in candidates:
         lm.path = path
-        if path == "own masks":
+        if path in ("own steps", "own masks"):
             install(lm.text_config)
         if not finite or _agrees(lm, expected, _walk):
             return path
@@ -49,10 +51,11 @@ def fastest_path(lm: CausalLM) -> Path:
 
 def takes_static_steps(lm: CausalLM) -> bool:
     """Whether steps on a cache of fixed size, which change neither shapes nor Python numbers, give those logits too."""
-    if lm.path != "own masks":
+    path = lm.path
+    if path not in ("own steps", "own masks"):
         return False
     expected = _plain_logits(lm)
-    lm.path = "own masks"
+    lm.path = path
     return not all(bool(logits.isfinite().all()) for logits in expected) or _agrees(lm, expected, _static_walk)
 
 

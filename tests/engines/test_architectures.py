@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers as tf
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mrl.engines.hub_names import check_round_trip, from_hub, to_hub
 from mrl.engines.kv_cache import GrowingCache, GrowingLayer
+from mrl.engines.lean_step import LeanStep
 from mrl.engines.transformers import TransformersEngine
 from mrl.engines.transformers_model import CausalLM
 from mrl.types import GenerateRequest, SamplingParams
@@ -34,17 +37,27 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 
-OWN, MODELS, CACHE = "own masks", "model's masks", "model's cache"
+STEPS, OWN, MODELS, CACHE = "own steps", "own masks", "model's masks", "model's cache"
 ARCHITECTURES: dict[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
-    "qwen2": (OWN, lambda: tf.Qwen2Config(**SHAPE)),
+    "qwen2": (STEPS, lambda: tf.Qwen2Config(**SHAPE)),
     "qwen2, window in one layer": (
         OWN,
         lambda: tf.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     ),
-    "qwen3": (OWN, lambda: tf.Qwen3Config(**SHAPE, head_dim=8)),
-    "llama": (OWN, lambda: tf.LlamaConfig(**SHAPE)),
+    "qwen3": (STEPS, lambda: tf.Qwen3Config(**SHAPE, head_dim=8)),
+    "llama": (STEPS, lambda: tf.LlamaConfig(**SHAPE)),
+    "llama, biases, one key per query, stretched positions": (
+        STEPS,
+        lambda: tf.LlamaConfig(
+            **HEADS,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters={"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0},
+        ),
+    ),
     "llama, eager": (MODELS, lambda: tf.LlamaConfig(**SHAPE, attn_implementation="eager")),
-    "mistral": (OWN, lambda: tf.MistralConfig(**SHAPE, sliding_window=7)),
+    "mistral": (STEPS, lambda: tf.MistralConfig(**SHAPE, head_dim=16, sliding_window=None)),
+    "mistral, windows": (OWN, lambda: tf.MistralConfig(**SHAPE, sliding_window=7)),
     "gemma2": (OWN, lambda: tf.Gemma2Config(**SHAPE, head_dim=8, query_pre_attn_scalar=8, **MIXED)),
     "gemma2, softcap": (
         CACHE,
@@ -144,11 +157,14 @@ def test_greedy_equals_generate_and_goes_the_expected_way(name):
     assert all(torch.equal(back[n], tensor) for n, tensor in own.items()), "through the form of its files and back"
 
 
-@pytest.mark.parametrize("broken", ["mask", "attention", "replaced rows", "decoding"])
+@pytest.mark.parametrize("broken", ["step", "mask", "attention", "replaced rows", "decoding"])
 def test_a_way_whose_logits_differ_is_not_taken(broken, monkeypatch):
     """Each of these is right in shape and wrong in numbers; what is left is exact."""
     own_mask, put, update = CausalLM._mask, GrowingLayer.put, GrowingLayer.update
-    if broken == "mask":
+    if broken == "step":
+        norm = LeanStep._norm
+        monkeypatch.setattr(LeanStep, "_norm", lambda *args: norm(*args) * 1.02)
+    elif broken == "mask":
         monkeypatch.setattr(CausalLM, "_mask", lambda *args: own_mask(*args).roll(1, dims=-1))
     elif broken == "attention":
         monkeypatch.setattr("mrl.attention._HANDLED", {"dropout", "softcap"})
@@ -159,7 +175,7 @@ def test_a_way_whose_logits_differ_is_not_taken(broken, monkeypatch):
         monkeypatch.setattr(GrowingLayer, "update", lambda self, k, v, *args: update(self, k, k, *args))
     model = build("llama")
     path = CausalLM(model, 128, None).path
-    assert path == (MODELS if broken in ("mask", "attention") else CACHE)
+    assert path == {"step": OWN, "mask": MODELS, "attention": MODELS}.get(broken, CACHE)
     check(model)
 
 
@@ -167,6 +183,32 @@ def wrong_attention(
     module: object, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **kwargs: object
 ) -> tuple[torch.Tensor, None]:
     return query.transpose(1, 2).contiguous() + value.mean(), None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_own_steps_have_the_models_numbers_with_an_adapter_too(family):
+    """Every logprob that was sampled with is the model's own; rows are ragged, replaced and dropped meanwhile."""
+    model = build(family)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    for way in (model, adapted):
+        engine = TransformersEngine(way, None, max_model_len=128, max_rows=5)
+        sampled = [replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in requests()]
+        for request, completion in zip(sampled, asyncio.run(engine.generate(sampled)), strict=True):
+            ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+            with torch.no_grad():
+                logits = way(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].double()
+            expected = logits.log_softmax(dim=-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, atol=2e-5, rtol=0)
+        engine.close()
+    assert CausalLM(adapted, 128, None).path == STEPS
+
+
+def test_layers_that_somebody_watches_and_other_numbers_take_the_models_own_steps():
+    watched, half = build("llama"), build("llama").bfloat16()
+    watched.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    assert CausalLM(watched, 128, None).path == OWN
+    assert CausalLM(half, 128, None).path == OWN
+    assert CausalLM(build("llama"), 128, torch.bfloat16).path == OWN
 
 
 def test_choosing_moves_no_random_numbers_and_costs_a_few_short_forwards():

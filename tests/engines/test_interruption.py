@@ -49,7 +49,7 @@ class At:
         self.outcome: Any = None
         assert engine._lm is not None
         self.engine = engine
-        self.handle = engine._lm.inner.register_forward_pre_hook(self.hook)
+        self.handle = engine._lm.embedding.register_forward_pre_hook(self.hook)  # which every way to run it calls
 
     def hook(self, *_: Any) -> None:
         self.count += 1
