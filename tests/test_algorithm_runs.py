@@ -12,19 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl import MRLTrainer
 from mrl.dynamic_sampling import refill
 from mrl.replay import replay
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.types import Rollout
+from tests import small_runs
+from tests.small_runs import distinct, record_of
 
 TASKS = [{"prompt": f"say {i}"} for i in range(7)]
-
-
-def distinct(completions: list[str], **_: Any) -> list[float]:
-    """Differs within almost every group of random completions."""
-    return [len(set(text)) / 8 for text in completions]
 
 
 def short(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -36,26 +32,17 @@ def rarely(completions: list[str], **_: Any) -> list[float]:
     return [float(any(c in text for c in "abcdefghij")) for text in completions]
 
 
-def run(model: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
+def run(model: str, folder: Path, **changes: Any) -> list[dict[str, Any]]:
     defaults = {
-        "model": model,
-        "device": "cpu",
         "train_dataset": TASKS,
-        "reward_funcs": distinct,
-        "run_dir": str(folder),
-        "report_to": [],
         "max_steps": 3,
         "batch_size": 3,
         "num_generations": 4,
         "max_completion_length": 8,
-        "temperature": 1.0,
-        "top_p": 1.0,
         "learning_rate": 1e-2,
-        "num_rollout_workers": 1,
         "weight_sync_method": "direct",
-        "save_steps": 1,
     }
-    MRLTrainer(**(defaults | options)).train()
+    small_runs.run(model, folder, **(defaults | changes))
     return list(read_rows(folder, "metrics"))
 
 
@@ -99,6 +86,7 @@ def test_a_run_trains_and_says_what_it_did(
         assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_gspo_clips_sequences_and_top_entropy_keeps_a_share(tiny_model: str, tmp_path: Path) -> None:
     clipped = run(tiny_model, tmp_path / "g", loss_type="gspo", epsilon=3e-4, epsilon_high=4e-4, num_iterations=3)
     assert sum(row["train/clipped_high_fraction"] + row["train/clipped_low_fraction"] for row in clipped) > 0.1
@@ -155,6 +143,7 @@ def test_overlong_shaping_reaches_the_advantage_and_leaves_the_reward(tiny_model
     assert {"reward/overlong_shaping", "reward/length_shaping"} <= set(rows[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
 def test_the_entropy_bonus_raises_the_entropy(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(model)
@@ -253,16 +242,7 @@ SAME_RUN = {
 }
 
 
-def record_of(folder: Path) -> list[Any]:
-    clock = ("time", "rollout/tokens_per_second")
-    metrics = [
-        {k: repr(v) for k, v in row.items() if k not in clock and not k.startswith("time/")}
-        for row in read_rows(folder, "metrics")
-    ]
-    kept = ("step", "group", "id", "samples", "reward", "advantage", "metrics")
-    return [metrics, [[row[name] for name in kept] for row in rollouts_of(folder)]]
-
-
+@pytest.mark.slow
 def test_a_resumed_run_samples_what_an_uninterrupted_one_does(tiny_model: str, tmp_path: Path) -> None:
     rows = run(tiny_model, tmp_path / "whole", **SAME_RUN)
     assert sum(row["rollout/resamples"] for row in rows) > 1
@@ -276,6 +256,7 @@ def test_a_resumed_run_samples_what_an_uninterrupted_one_does(tiny_model: str, t
         assert record_of(folder) == record_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_replay_recomputes_shaped_and_refilled_steps_exactly(tiny_model: str, tmp_path: Path) -> None:
     run(tiny_model, tmp_path / "r", **SAME_RUN)
     for step in (1, 3, 5):
@@ -306,7 +287,7 @@ def share_of_a(completions: list[str], **_: Any) -> list[float]:
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "options",
     [

@@ -36,8 +36,12 @@ def test_all_are_listed_here() -> None:
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*QUICK, *VLLM}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
+LONG = ("decode", "sandbox", "vs_trl")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name in LONG else pytest.mark.slow) for name in QUICK]
+)
 def test_benchmark(name: str) -> None:
     arguments, printed = QUICK[name]
     assert printed in output_of(name, arguments)

@@ -46,6 +46,7 @@ def check(kind: str, member: Any, timeout: float = 20.0) -> Check:
 # --- this machine ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_defaults_work_here(report: Report) -> None:
     defaults = {(check.kind, check.name): check for check in report.checks if check.default}
     assert set(defaults) == {("engine", "transformers"), ("backend", "inline"), ("sandbox", "auto")}

@@ -3,45 +3,57 @@
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mrl.algorithms import ADVANTAGES, LOSSES
+from mrl.cli import main
 from mrl.store.run import read_rows
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(EXAMPLES, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ.copy(), timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Output = pytest.CaptureFixture[str]
 
 
-def mrl(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "mrl.cli", *arguments]
+def script(path: str, capsys: Output, *arguments: str) -> str:
+    """What it prints; in this process, which has imported most of it already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [path, *arguments])
+        for registry in (LOSSES, ADVANTAGES):  # what an example registers is gone after it
+            patch.setattr(registry, "_registered", dict(registry._registered))
+        patch.syspath_prepend(str(Path(path).parent))
+        runpy.run_path(path, run_name="__main__")
+    return capsys.readouterr().out
 
 
-def test_python_api(folder: Path) -> None:
-    out = run([sys.executable, "examples/python_api.py", "--max-steps", "2"], folder)
-    assert "after 2 steps" in out
+def mrl(capsys: Output, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    said = capsys.readouterr()
+    assert not ended.value.code, said.err
+    return said.out
+
+
+def test_python_api(folder: Path, capsys: Output) -> None:
+    assert "after 2 steps" in script("examples/python_api.py", capsys, "--max-steps", "2")
 
 
 @pytest.mark.slow
-def test_two_rewards(folder: Path) -> None:
-    out = run(
-        mrl("train", "two_rewards.yaml", "--max-steps", "2", "--eval-samples", "4", "--json"), folder / "examples"
-    )
+def test_two_rewards(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "examples")
+    out = mrl(capsys, "train", "two_rewards.yaml", "--max-steps", "2", "--eval-samples", "4", "--json")
     metrics = json.loads(out)["metrics"]
     expected = 0.9 * metrics["reward/sandbox/mean"] + 0.1 * metrics["reward/short_and_fenced/mean"]
     assert metrics["reward/mean"] == pytest.approx(expected)
@@ -50,47 +62,51 @@ def test_two_rewards(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_async_vllm(folder: Path, engine: str) -> None:
+def test_async_vllm(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.chdir(folder / "examples")
     memory = ["--vllm-kv-cache-gb", "0.5"] if engine == "vllm" else []
-    command = mrl("train", "async_vllm.yaml", "--engine", engine, *memory, "--max-steps", "4", "--eval-samples", "4")
-    metrics = json.loads(run([*command, "--json"], folder / "examples"))["metrics"]
+    small = ["--max-steps", "4", "--eval-samples", "4", "--batch-size", "4"]
+    printed = mrl(capsys, "train", "async_vllm.yaml", "--engine", engine, *memory, *small, "--json")
+    metrics = json.loads(printed[printed.index("{\n") :])["metrics"]
     assert 0 <= metrics["rollout/staleness_max"] <= 2
     assert metrics["sync/policy_version"] == 4
 
 
-def test_custom_loss(folder: Path) -> None:
-    out = run([sys.executable, "examples/custom_loss.py"], folder)
+def test_custom_loss(folder: Path, capsys: Output) -> None:
+    out = script("examples/custom_loss.py", capsys)
     largest = float(out.rpartition("ratio up to ")[2])
     assert largest > 1.0  # the second update of a step is off the policy that sampled
     lines = (EXAMPLES / "custom_loss.py").read_text().splitlines()
     assert len(lines) < 30
 
 
-def test_tasks_with_test_cases(folder: Path) -> None:
-    out = run(mrl("eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json"), folder)
+def test_tasks_with_test_cases(folder: Path, capsys: Output) -> None:
+    out = mrl(capsys, "eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json")
     report = json.loads(out)
     assert report["tasks"] == 4
     assert report["unscored"] == 0
 
 
 @pytest.mark.slow
-def test_sums(folder: Path) -> None:
+def test_sums(folder: Path, capsys: Output) -> None:
     """Two steps of each stage; that it learns is seen in tests/test_learning.py."""
-    out = run([sys.executable, "examples/sums.py", "--sft-steps", "2", "--max-steps", "2"], folder)
+    out = script("examples/sums.py", capsys, "--sft-steps", "2", "--max-steps", "2")
     assert "after 2 steps" in out
 
 
 @pytest.mark.slow
-def test_math_answers(folder: Path) -> None:
+def test_math_answers(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "examples")
     small = ["--model", "starter", "--max-steps", "1", "--max-completion-length", "16", "--json"]
-    metrics = json.loads(run(mrl("train", "math_answers.yaml", *small), folder / "examples"))["metrics"]
+    metrics = json.loads(mrl(capsys, "train", "math_answers.yaml", *small))["metrics"]
     assert metrics["reward/math_verify/mean"] == metrics["reward/mean"]
     assert metrics["rollout/failed_fraction"] == 0
 
 
 @pytest.mark.slow
-def test_sft(folder: Path) -> None:
-    out = run(mrl("train", "sft.yaml", "--num-epochs", "3", "--run-name", "r"), folder / "examples")
+def test_sft(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "examples")
+    out = mrl(capsys, "train", "sft.yaml", "--num-epochs", "3", "--run-name", "r")
     assert "loss.png" in out
     assert len(list(read_rows(folder / "examples" / "runs" / "r", "metrics"))) == 3
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -20,52 +21,20 @@ from safetensors.torch import load_file
 
 import mrl.interrupts as module
 import mrl.orchestrator
-from mrl import MRLTrainer
 from mrl.cli import main
 from mrl.interrupts import interrupts
 from mrl.recorded_run import RunResult
 from mrl.store.checkpoints import list_checkpoints
-from mrl.store.run import read_rows
+from mrl.store.run import newest_checkpoint, read_rows
 from mrl.workers.actor import ActorWorker
+from tests import small_runs
+from tests.small_runs import distinct, record_of
 
-
-def kinds(completions: list[str], **_: Any) -> list[float]:
-    return [len(set(text)) / 8 for text in completions]
-
-
-def options(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "device": "cpu",
-        "train_dataset": [{"prompt": f"say {i}"} for i in range(6)],
-        "eval_split": "train",
-        "eval_samples": 2,
-        "eval_steps": 2,
-        "reward_funcs": kinds,
-        "run_dir": str(folder),
-        "report_to": [],
-        "batch_size": 2,
-        "num_generations": 3,
-        "max_completion_length": 6,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "learning_rate": 1e-3,
-        "num_rollout_workers": 1,
-        "save_steps": 0,
-        "max_steps": 4,
-        **changes,
-    }
+EVALUATED = {"eval_split": "train", "eval_samples": 2, "eval_steps": 2, "save_steps": 0}
 
 
 def run(model: str, folder: Path, **changes: Any) -> RunResult:
-    return MRLTrainer(**options(model, folder, **changes)).train()
-
-
-def record_of(folder: Path) -> list[dict[str, Any]]:
-    """What of a run does not depend on the clock."""
-    rows = [*read_rows(folder, "metrics"), *read_rows(folder, "eval_metrics")]
-    timed = ("time", "rollout/tokens_per_second", "sync/")
-    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+    return small_runs.run(model, folder, **(EVALUATED | changes))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +72,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 }
 
 
-IN_THE_DEFAULT_SUITE = ("loading", "training", "evaluating", "checkpointing")
+IN_THE_DEFAULT_SUITE = ("training", "checkpointing")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +100,7 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_exactly(
     assert result.checkpoint == (tmp_path / "run" / "checkpoints" / f"step-{steps}" if steps else None)
     again = run(tiny_model, tmp_path / "run", resume="auto", **changes)
     assert (again.status, again.steps) == ("finished", 4)
-    assert record_of(tmp_path / "run") == record_of(whole)
+    assert record_of(tmp_path / "run", without="sync/") == record_of(whole, without="sync/")
     mine, theirs = (load_file(list_checkpoints(f)[-1].path / "model.safetensors") for f in (tmp_path / "run", whole))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
@@ -148,7 +117,7 @@ def test_nobody_waits_for_a_slow_step(where: str, tiny_model: str, tmp_path: Pat
         if calls == 3:  # before the run it is tried once
             os.kill(os.getpid(), signal.SIGINT)
             ended.wait(90)
-        return kinds(completions)
+        return distinct(completions)
 
     def train() -> RunResult:
         return run(tiny_model, tmp_path / "run", reward_funcs=slow, eval_split=None, eval_steps=0)
@@ -176,7 +145,7 @@ def test_a_notebooks_second_interrupt_ends_the_call(
             for _again in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.3)
-        return kinds(completions)
+        return distinct(completions)
 
     async def notebook() -> RunResult:
         return run(tiny_model, tmp_path / "run", reward_funcs=stubborn, eval_split=None, eval_steps=0, save_steps=1)
@@ -211,6 +180,45 @@ def test_the_command_says_how_to_go_on_and_exits_with_the_signals_code(
     assert "Kept: runs/my `run`/checkpoints/step-1. Go on with: mrl train --resume 'my `run`'" in said.out
     assert "writing a checkpoint (Ctrl-C again to stop at once)" in said.err
     assert "mrl sample" not in said.out
+
+
+SLOW_RUN = """
+    import sys, time
+    from mrl import MRLTrainer
+    from mrl.workers.actor import ActorWorker
+
+    ActorWorker.save_checkpoint = lambda *_, **__: time.sleep(60)
+
+    def slow(completions, **_):
+        time.sleep(0.5)
+        return [float(i) for i in range(len(completions))]
+
+    MRLTrainer(
+        model=sys.argv[1], train_dataset=[{"prompt": "x"}], reward_funcs=slow, run_dir=sys.argv[2], max_steps=1000,
+        max_completion_length=4, device="cpu", num_rollout_workers=1, weight_sync_method="direct",
+    ).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_programs_second_interrupt_ends_the_process(tiny_model: str, tmp_path: Path) -> None:
+    """While the first one's checkpoint is being written."""
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(SLOW_RUN))
+    command = [sys.executable, str(script), tiny_model, str(tmp_path / "r")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
+    )
+    deadline = time.monotonic() + 90
+    while not list(read_rows(tmp_path / "r", "metrics")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "stopped at once. Nothing was kept: no checkpoint had been written. Begin again with: MRLTrainer(" in err
+    assert newest_checkpoint(tmp_path / "r") is None
 
 
 def test_handlers_are_there_only_meanwhile() -> None:

@@ -1,8 +1,8 @@
-"""Learning that takes minutes: the quickstart's policy gets better, and only when the rewards mean something."""
+"""The quickstart's policy gets better, and only when the rewards mean something; tiny models learn in
+tests/test_trainer.py."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import subprocess
 import sys
@@ -11,52 +11,38 @@ from typing import Any
 
 import pytest
 
-from mrl import MRLTrainer, OrchestratorConfig
-from mrl.evaluation import evaluate
+from mrl import MRLTrainer
 from mrl.flags import config_from
 from mrl.rewards import reward_helper_function
 from mrl.store.run import read_rows
 
-pytestmark = pytest.mark.slow
-
-STEPS = 60
+MRL = Path(sys.executable).parent / "mrl"
 
 
-def held_out_pass_rate(model: str) -> float:
-    config = OrchestratorConfig.from_flat(
-        model=model,
-        dataset_name="tiny-code",
-        dataset_split="heldout",
-        max_samples=None,
-        temperature=1.0,
-        top_p=1.0,
-        max_completion_length=64,
-        device="cpu",
-    )
-    return asyncio.run(evaluate(config, samples_per_task=2)).pass_at[1].mean
+def pass_rates(run: Path) -> list[float]:
+    """On held-out tasks, before the first step and after the last."""
+    rates = [row["eval/pass_rate"] for row in read_rows(run, "eval_metrics")]
+    assert 0.25 <= rates[0] <= 0.55, "the starter policy answers two fifths right"
+    return [rates[0], rates[-1]]
 
 
-def train(folder: Path, **options: Any) -> float:
-    config = config_from(
-        "quickstart", {"max_steps": STEPS, "run_dir": str(folder), "eval_samples": 8, "report_to": [], **options}
-    )
-    MRLTrainer(config).train()
-    return held_out_pass_rate(str(folder))
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    ("steps", "reached"),
+    [pytest.param(50, 0.55, marks=pytest.mark.slow), pytest.param(300, 0.78, marks=pytest.mark.soak)],
+)
+def test_the_quickstart_learns(tmp_path: Path, steps: int, reached: float) -> None:
+    """By its command, as installed. docs/quickstart.md has what the whole of it reaches: 86 %."""
+    flags = ["--max-steps", str(steps), "--eval-steps", "1000", "--eval-samples", "200", "--run-dir", "run"]
+    done = subprocess.run([MRL, "train", "quickstart", *flags], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    before, after = pass_rates(tmp_path / "run")
+    assert after >= max(reached, before + 0.1), (before, after)
 
 
-@pytest.fixture(scope="module")
-def before() -> float:
-    return held_out_pass_rate("starter")
-
-
-@pytest.mark.timeout(1200)
-def test_the_quickstart_learns(before: float, tmp_path: Path) -> None:
-    assert 0.20 <= before <= 0.45
-    assert train(tmp_path / "run") >= before + 0.25
-
-
-@pytest.mark.timeout(1200)
-def test_nothing_is_learned_from_shuffled_rewards(before: float, tmp_path: Path) -> None:
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_the_quickstart_learns_nothing_from_shuffled_rewards(tmp_path: Path) -> None:
     """Rewards of the same distribution, dealt out at random within the batch: the pass rate does not rise."""
     rng = random.Random(0)
 
@@ -65,14 +51,19 @@ def test_nothing_is_learned_from_shuffled_rewards(before: float, tmp_path: Path)
         rng.shuffle(rewards)
         return rewards
 
-    assert train(tmp_path / "run", reward_funcs=shuffled) <= before + 0.05
+    sizes = {"max_steps": 60, "eval_steps": 1000, "eval_samples": 200, "run_dir": str(tmp_path / "run")}
+    MRLTrainer(config_from("quickstart", {**sizes, "report_to": [], "reward_funcs": shuffled})).train()
+    before, after = pass_rates(tmp_path / "run")
+    assert after <= before + 0.08, (before, after)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_policy_taught_sums_by_example_gets_better_by_reward(tmp_path: Path) -> None:
     """examples/sums.py: reasoning-gym's sums, held-out pass rate before and after the rewards."""
     example = Path(__file__).parent.parent / "examples" / "sums.py"
     command = [sys.executable, str(example), "--max-steps", "100"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     run = max((tmp_path / "runs").iterdir(), key=lambda folder: folder.stat().st_mtime)
     rates = [row["eval/pass_rate"] for row in read_rows(run, "eval_metrics")]

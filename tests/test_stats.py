@@ -87,7 +87,7 @@ def test_a_rate_is_covered_near_0_and_1_with_few_tasks_and_correlated_attempts(r
     assert 0.935 <= sum(covered.values()) / len(covered) <= 0.995, covered
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("confidence", [0.95, 0.99])
 @pytest.mark.parametrize("rate", [0.005, 0.01, 0.1, 0.4, 0.7, 0.9, 0.97])
 def test_a_rate_is_covered_at_every_level(rate: float, confidence: float) -> None:

@@ -70,6 +70,7 @@ def teams() -> Iterator[Teams]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted where Linux shows them")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_never_has_two_teams_of_threads(

@@ -1,80 +1,55 @@
-"""Whole runs on a tiny model: the reward goes up, everything is recorded, trouble ends with a message."""
+"""Whole runs on a tiny model: the reward goes up, and everything is recorded."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import random
 import re
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from mrl import MRLTrainer
-from mrl.errors import ConfigError, DataError, RewardError, TrainingError
 from mrl.recorded_run import RunResult
-from mrl.runs_cli import runs
 from mrl.store.run import newest_checkpoint, read_rows
-
-TASKS = [{"prompt": f"say {i}", "want": "a"} for i in range(10)]
-
-
-def share_of_a(completions: list[str], want: list[str], **_: Any) -> list[float]:
-    return [text.count(letter) / max(len(text), 1) for text, letter in zip(completions, want, strict=True)]
-
-
-def distinct(completions: list[str], **_: Any) -> list[float]:
-    """A reward that differs within every group of random completions."""
-    return [len(set(text)) / 8 + 0.01 * len(text) for text in completions]
-
-
-def says_a(completions: list[Any], **_: Any) -> list[float]:
-    return [float("a" in completion[-1]["content"]) for completion in completions]
-
+from tests.letter_runs import TASKS, metrics_of, run, share_of_a
+from tests.small_runs import distinct
+from tests.soak import slow_but
 
 TALKS = [{"id": "t0", "prompt": [{"role": "user", "content": "say a"}], "want": "a"}]
 
 
-def run(model: str, folder: Path, **options: Any) -> RunResult:
-    defaults = {
-        "model": model,
-        "device": "cpu",
-        "train_dataset": TASKS,
-        "reward_funcs": share_of_a,
-        "run_dir": str(folder),
-        "report_to": [],
-        "max_steps": 3,
-        "batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "learning_rate": 1e-2,
-        "num_rollout_workers": 1,
-        "weight_sync_method": "direct",
-    }
-    return MRLTrainer(**(defaults | options)).train()
+@pytest.fixture(scope="module")
+def learned(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learned") / "r"
+    assert run(tiny_model, folder, max_steps=25, num_generations=8).status == "finished"
+    return folder
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return list(read_rows(folder, "metrics"))
-
-
-@pytest.mark.parametrize("sync", ["direct", "reload"])
-def test_the_reward_goes_up(tiny_model: str, tmp_path: Path, sync: str) -> None:
-    result = run(tiny_model, tmp_path / "r", max_steps=25, num_generations=8, weight_sync_method=sync)
-    rewards = [row["reward/mean"] for row in metrics_of(tmp_path / "r")]
+@pytest.mark.parametrize("sync", slow_but(("direct",), ("direct", "reload")))
+def test_the_reward_goes_up(tiny_model: str, learned: Path, tmp_path: Path, sync: str) -> None:
+    folder = learned if sync == "direct" else tmp_path / "r"
+    if sync != "direct":
+        run(tiny_model, folder, max_steps=25, num_generations=8, weight_sync_method=sync)
+    rewards = [row["reward/mean"] for row in metrics_of(folder)]
     assert sum(rewards[:3]) / 3 < 0.05
     assert sum(rewards[-3:]) / 3 > 0.8
-    assert result.status == "finished"
-    assert max(row.get("train/logprob_gap_max", 0.0) for row in metrics_of(tmp_path / "r")) < 1e-4
+    assert max(row.get("train/logprob_gap_max", 0.0) for row in metrics_of(folder)) < 1e-4
+
+
+@pytest.mark.slow
+def test_nothing_is_learned_from_shuffled_rewards(tiny_model: str, tmp_path: Path) -> None:
+    """The same rewards, dealt out at random within each batch."""
+    dice = random.Random(0)
+
+    def shuffled(**columns: Any) -> list[float]:
+        return dice.sample(rewards := share_of_a(**columns), len(rewards))
+
+    run(tiny_model, tmp_path / "r", max_steps=25, num_generations=8, reward_funcs=shuffled)
+    rewards = [row["reward/mean"] for row in metrics_of(tmp_path / "r")]
+    assert max(rewards) < 0.2
 
 
 def test_the_same_configuration_gives_the_same_run(tiny_model: str, tmp_path: Path) -> None:
@@ -102,6 +77,7 @@ def test_what_is_sampled_does_not_depend_on_how_many_workers_sample(tiny_model: 
     assert first == second
 
 
+@pytest.mark.usefixtures("pictures")
 def test_everything_is_recorded(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "r"
     changes = {"train_dataset": TASKS + TALKS, "max_samples": 10, "eval_dataset": TASKS[:5], "eval_samples": 3}
@@ -226,107 +202,6 @@ def test_two_rewards_are_averaged_and_logged_by_name(tiny_model: str, tmp_path: 
     assert "reward/length/mean" in metrics_of(tmp_path / "r")[0]
 
 
-def test_a_rollout_that_cannot_be_scored_is_left_out_kept_and_told(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def sometimes(completions: list[str], **_: Any) -> list[float]:
-        return [float("nan") if i % 4 == 1 else 1.0 for i in range(len(completions))]
-
-    result = run(tiny_model, tmp_path / "r", reward_funcs=sometimes, max_steps=1, report_to=["console"])
-    cause = "could not be scored{}: sometimes gave nan, not a finite number"
-    assert result.warnings[0] == f"4 of 16 rollouts {cause.format('')}"
-    said = capsys.readouterr().err
-    assert f"warning: step 1: 4 of 16 rollouts {cause.format(' and are left out')}" in said
-    assert f"warning: finished, but 4 of 16 rollouts {cause.format('')}" in said
-    assert "step 1/1  reward 1.000  pass 100%  failed 25%" in said
-    rows = list(read_rows(tmp_path / "r", "rollouts"))
-    failed = [row for row in rows if row["status"] == "failed"]
-    assert len(failed) == 4
-    assert all(row["reward"] is None and row["advantage"] is None and "sometimes" in row["error"] for row in failed)
-    assert metrics_of(tmp_path / "r")[0]["rollout/failed_fraction"] == 0.25
-    assert metrics_of(tmp_path / "r")[0]["reward/mean"] == 1.0
-
-
-def test_too_many_failures_stop_the_run_with_the_causes_counted(tiny_model: str, tmp_path: Path) -> None:
-    def broken(completions: list[str], **_: Any) -> list[float]:
-        raise KeyError("gold")
-
-    with pytest.raises(TrainingError, match=r"16 of 16 rollouts.*\n.*16 x .*broken.*KeyError"):
-        run(tiny_model, tmp_path / "r", reward_funcs=broken)
-    assert len(list(read_rows(tmp_path / "r", "rollouts"))) == 16  # nothing is lost
-    assert any(event["kind"] == "error" for event in read_rows(tmp_path / "r", "events"))
-
-
-def test_rewards_that_fail_row_by_row_are_one_cause(tiny_model: str, tmp_path: Path) -> None:
-    def text(completions: list[str], **_: Any) -> list[Any]:
-        return [f"{i} points" for i in range(len(completions))]
-
-    with pytest.raises(TrainingError) as raised:
-        run(tiny_model, tmp_path / "r", reward_funcs=text)
-    assert str(raised.value).splitlines()[1:] == ["  16 x text gave …, not a finite number"]
-
-
-def zero(completions: list[str], **_: Any) -> list[float]:
-    return [0.0] * len(completions)
-
-
-def raising(completions: list[str], **_: Any) -> list[float]:
-    raise ValueError(f"no answer in {completions[0]!r}")
-
-
-@pytest.mark.parametrize(
-    ("options", "shown", "warned", "summed"),
-    [
-        (
-            {"reward_funcs": zero, "max_steps": 6},
-            "reward 0.000  pass 0%  groups alike for 6 steps",
-            "warning: step 5: every reward was 0 in the last 5 steps",
-            "every reward was 0 in all 6 steps",
-        ),
-        (
-            {"reward_funcs": raising, "max_failed_fraction": 1.0},
-            "step 3/3  failed 100%",
-            "warning: step 1: none of the 16 rollouts could be scored, so that nothing is learned: "
-            "raising raised ValueError",
-            "48 of 48 rollouts could not be scored: raising raised ValueError: no answer in …",
-        ),
-        (
-            {"max_completion_length": 1, "log_completions": 1},
-            "truncated 100%",
-            "completions were cut after 1 tokens (max_tokens)",
-            "completions were cut at the token limit",
-        ),
-    ],
-)
-def test_trouble_that_ends_no_run_is_shown_warned_of_and_summed_up(
-    options: dict[str, Any],
-    shown: str,
-    warned: str,
-    summed: str,
-    tiny_model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    result = run(tiny_model, tmp_path / "r", report_to=["console"], **options)
-    said = capsys.readouterr().err
-    assert shown in said.splitlines()[-1]
-    assert warned in said
-    assert any(summed in warning for warning in result.warnings)
-    assert any(summed in line for line in said.splitlines() if line.startswith("warning: finished, but "))
-    assert "no group" not in said
-    events = [event["message"] for event in read_rows(tmp_path / "r", "events") if event["kind"] == "warning"]
-    assert events[-1].startswith("finished, but ")
-    assert len(events) < 8
-    runs(["show", str(tmp_path / "r")])
-    listed = capsys.readouterr().out.partition("\nwarnings\n")[2]
-    assert all(message in listed for message in events)
-    if "log_completions" in options:
-        lines = said.splitlines()
-        at = next(place for place, line in enumerate(lines) if re.match(r"step 3  \[\w+\] reward [\d.]+$", line))
-        assert re.match(r"prompt: say \d$", lines[at + 1])
-        assert lines[at + 2].startswith("completion  (cut at the token limit): ")
-
-
 def test_a_result_is_readable(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     result = run(tiny_model, folder, reward_funcs=distinct, eval_dataset=TASKS[:2], max_steps=2)
@@ -338,62 +213,6 @@ def test_a_result_is_readable(tiny_model: str, tmp_path: Path) -> None:
     assert len(lines) <= 6
 
 
-def test_a_reward_of_the_wrong_length_stops_the_run_and_keeps_the_rollouts(tiny_model: str, tmp_path: Path) -> None:
-    def short(completions: list[str], **_: Any) -> list[float]:
-        return [1.0]
-
-    with pytest.raises(RewardError, match=r"short.*1.*16"):
-        run(tiny_model, tmp_path / "r", reward_funcs=short)
-    assert len(list(read_rows(tmp_path / "r", "rollouts"))) == 16
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"train_dataset": None}, ConfigError, "no dataset"),
-        ({"train_dataset": [{"question": "x"}]}, DataError, "prompt"),
-        ({"train_dataset": []}, DataError, "empty"),
-        ({"train_dataset": [{"prompt": "x " * 600, "want": "a"}]}, DataError, "max_model_len"),
-        ({"train_dataset": [{"prompt": "x"}]}, RewardError, "want"),
-        ({"reward_funcs": "nowhere.py:f"}, RewardError, "nowhere.py"),
-        ({"backend": "cloud"}, ConfigError, "backend"),
-        ({"engine": "vlm"}, ConfigError, "engine"),
-        ({"weight_sync_method": "post"}, ConfigError, "weight_sync_method"),
-        ({"sandbox": "none"}, ConfigError, "sandbox"),
-        ({"report_to": ["wandbb"]}, ConfigError, "report_to"),
-        ({"temperature": 0.0}, ConfigError, "temperature"),
-        ({"eval_steps": 1}, ConfigError, "eval_split or eval_dataset"),
-        ({"best_metric": "eval/pass_rate"}, ConfigError, "best_metric='eval/pass_rate': .* set eval_split"),
-        ({"best_metric": "-eval/mean"}, ConfigError, "best_metric='-eval/mean': .* set eval_split"),
-        ({"train_dataset": TALKS, "reward_funcs": distinct}, RewardError, "distinct raised TypeError.*'t0'.* messages"),
-        ({"reward_funcs": says_a}, RewardError, "says_a raised TypeError: .*test_trainer.py.* are text"),
-        ({"reward_weights": [1.0, 2.0]}, RewardError, "reward_weights"),
-    ],
-)
-def test_trouble_is_found_before_anything_is_loaded(
-    options: dict[str, Any], error: type[Exception], message: str, tiny_model: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message):
-        run(tiny_model, tmp_path / "r", **options)
-    assert not (tmp_path / "r").exists()
-
-
-def test_a_second_run_never_writes_over_the_first(tiny_model: str, tmp_path: Path) -> None:
-    run(tiny_model, tmp_path / "r", max_steps=1)
-    with pytest.raises(ConfigError, match="already holds a run"):
-        run(tiny_model, tmp_path / "r", max_steps=1)
-
-
-def test_no_disk_space_is_found_before_training(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import shutil
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"has 0 B free and 2 checkpoints need \d+\.\d kB; .*choose another run_dir"):
-        run(tiny_model, tmp_path / "r")
-
-
 def test_training_works_where_an_event_loop_is_running(tiny_model: str, tmp_path: Path) -> None:
     async def notebook() -> RunResult:
         return run(tiny_model, tmp_path / "r", max_steps=1)
@@ -401,58 +220,8 @@ def test_training_works_where_an_event_loop_is_running(tiny_model: str, tmp_path
     assert asyncio.run(notebook()).status == "finished"
 
 
-def test_training_goes_on_from_a_run(tiny_model: str, tmp_path: Path) -> None:
-    run(tiny_model, tmp_path / "first", max_steps=25, num_generations=8)
-    run(str(tmp_path / "first"), tmp_path / "second", max_steps=1)
-    reached, start = (
-        metrics_of(tmp_path / "first")[-1]["reward/mean"],
-        metrics_of(tmp_path / "second")[0]["reward/mean"],
-    )
+@pytest.mark.slow
+def test_training_goes_on_from_a_run(learned: Path, tmp_path: Path) -> None:
+    run(str(learned), tmp_path / "second", max_steps=1)
+    reached, start = (metrics_of(folder)[at]["reward/mean"] for folder, at in ((learned, -1), (tmp_path / "second", 0)))
     assert start > 0.5 * reached > 0.3
-
-
-SLOW_RUN = """
-    import sys, time
-    from mrl import MRLTrainer
-    from mrl.workers.actor import ActorWorker
-
-    if sys.argv[3] == "2":  # the second Ctrl-C comes while the first one's checkpoint is being written
-        ActorWorker.save_checkpoint = lambda *_, **__: time.sleep(60)
-
-    def slow(completions, **_):
-        time.sleep(0.5)
-        return [float(i) for i in range(len(completions))]
-
-    result = MRLTrainer(
-        model=sys.argv[1], train_dataset=[{"prompt": "x"}], reward_funcs=slow, run_dir=sys.argv[2], max_steps=1000,
-        max_completion_length=4, device="cpu", num_rollout_workers=1, weight_sync_method="direct",
-    ).train()
-    print(result.status, result.steps, result.checkpoint)
-"""
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_ends_after_the_step_and_twice_at_once(tiny_model: str, tmp_path: Path, times: int) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SLOW_RUN))
-    command = [sys.executable, str(script), tiny_model, str(tmp_path / "r"), str(times)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
-    )
-    deadline = time.monotonic() + 90
-    while not metrics_of(tmp_path / "r") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    if times == 2:
-        time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    steps = len(metrics_of(tmp_path / "r"))
-    if times == 1:
-        assert process.returncode == 0, err
-        assert out.split() == ["interrupted", str(steps), str(tmp_path / "r" / "checkpoints" / f"step-{steps}")]
-        assert "and writing a checkpoint" in err
-    else:
-        assert process.returncode == 130, err
-        assert "stopped at once. Nothing was kept: no checkpoint had been written. Begin again with: MRLTrainer(" in err
-        assert newest_checkpoint(tmp_path / "r") is None

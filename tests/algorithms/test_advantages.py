@@ -134,6 +134,14 @@ def rewards_by_function(seed: int, tasks: int, generations: int) -> Tensor:
     return rewards_BK
 
 
+def grpo_lines() -> CodeType:
+    return trl_lines(
+        "GRPOTrainer",
+        '        if self.multi_objective_aggregation == "sum_then_normalize":',
+        "        # Unscorable completions (every reward func returned None) carry",
+    )
+
+
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_group_agrees_with_trl(scale: str) -> None:
     names = names_for(
@@ -143,14 +151,7 @@ def test_group_agrees_with_trl(scale: str) -> None:
         multi_objective_aggregation="sum_then_normalize",
         scale_rewards=scale,
     )
-    exec(
-        trl_lines(
-            "GRPOTrainer",
-            '        if self.multi_objective_aggregation == "sum_then_normalize":',
-            "        # Unscorable completions (every reward func returned None) carry",
-        ),
-        names,
-    )
+    exec(grpo_lines(), names)
     rows = [(i // 4, value) for i, value in enumerate(names["rewards"].tolist())]
     got = compute("group", inputs(rows), scale=scale)
     torch.testing.assert_close(got, names["advantages"], atol=1e-6, rtol=1e-6)
@@ -159,14 +160,7 @@ def test_group_agrees_with_trl(scale: str) -> None:
 def test_gdpo_agrees_with_trl() -> None:
     rewards_BK = rewards_by_function(1, 6, 4)
     names = names_for(rewards_BK, [0.7, 0.3], 4, multi_objective_aggregation="normalize_then_sum")
-    exec(
-        trl_lines(
-            "GRPOTrainer",
-            '        if self.multi_objective_aggregation == "sum_then_normalize":',
-            "        # Unscorable completions (every reward func returned None) carry",
-        ),
-        names,
-    )
+    exec(grpo_lines(), names)
     rows = [(i // 4, 0.0) for i in range(len(rewards_BK))]
     weights_K = torch.tensor([0.7, 0.3], dtype=torch.float64)
     got = compute("gdpo", inputs(rows, rewards_BK=rewards_BK, weights_K=weights_K))

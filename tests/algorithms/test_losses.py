@@ -232,7 +232,7 @@ def configurations(draw: st.DrawFn, name: str) -> AlgorithmConfig:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data(), batch=batches())
 def test_value_and_gradient_match_the_formula(
     rows_of: Callable[..., Any], name: str, data: st.DataObject, batch: Batch
@@ -255,7 +255,7 @@ def test_value_and_gradient_match_the_formula(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(data=st.data(), batch=batches(), parts=st.integers(2, 7))
 def test_neither_the_split_nor_the_padding_changes_anything(
     rows_of: Callable[..., Any], name: str, data: st.DataObject, batch: Batch, parts: int

@@ -24,7 +24,6 @@ from mrl.workers.step_metrics import StepMetrics
 trl = pytest.importorskip("trl", reason="the peer these losses are compared with")
 
 B, T, MAX_LENGTH = 5, 9, 16
-SEEDS = range(3)
 
 LOSSES = {  # ours: TRL's name for it, and the levels at which it is compared
     "grpo": ("grpo", ("token", "sequence")),
@@ -191,9 +190,23 @@ def our_loss(
     return objective.part_loss(rows, *leaves, StepMetrics())
 
 
+EVERY = [(name, level) for name, (_, levels) in LOSSES.items() for level in levels]
+
+
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize(("name", "level"), [(n, level) for n, (_, levels) in LOSSES.items() for level in levels])
+@pytest.mark.parametrize(("name", "level"), EVERY)
 def test_value_and_gradient_agree_with_trl(rows_of: Callable[..., Any], name: str, level: str, around: str) -> None:
+    compare(rows_of, name, level, around, range(1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "level"), EVERY)
+def test_they_agree_on_many_tensors(rows_of: Callable[..., Any], name: str, level: str) -> None:
+    for around in AROUND:
+        compare(rows_of, name, level, around, range(1, 40))
+
+
+def compare(rows_of: Callable[..., Any], name: str, level: str, around: str, seeds: range) -> None:
     options = {"importance_sampling": "none", "max_completion_length": MAX_LENGTH, **AROUND[around]}
     if name == "cispo":
         options["epsilon_high"] = 1.5
@@ -206,7 +219,7 @@ def test_value_and_gradient_agree_with_trl(rows_of: Callable[..., Any], name: st
         assert name in ("cispo", "sapo", "vespo")
         assert around in expected_refusals
         return
-    for seed in SEEDS:
+    for seed in seeds:
         data = tensors(seed)
         theirs, mine = (
             [data["logprobs"].clone().requires_grad_(), data["entropy"].clone().requires_grad_()] for _ in range(2)

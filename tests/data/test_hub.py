@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
+
 
 class StandInHub(http.server.BaseHTTPRequestHandler):
     """Serves one dataset the way the Hub's HTTP interface does, as far as `datasets` asks."""
@@ -54,6 +56,7 @@ class StandInHub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_hub_datasets(tmp_path: Path) -> None:
     """Downloaded, renamed, unknown, unreachable, and again from the cache with the Hub gone."""
     import datasets

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from mrl.engines.transformers import TransformersEngine
 from tests.engines.small_models import CONFIGS, build
+from tests.soak import but
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,7 +20,11 @@ def _one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+IN_SHORT = ("qwen2", "llama-eager", "gemma3", "lfm2")
+"""One of each way a model can be decoded: own masks, the model's masks, windows, the model's cache."""
+
+
+@pytest.fixture(scope="module", params=but(IN_SHORT, CONFIGS))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return build(request.param)
 

@@ -13,6 +13,7 @@ from mrl.engines import stop_strings
 from mrl.engines.stop_strings import StopStrings
 from mrl.engines.transformers import TransformersEngine
 from mrl.types import GenerateRequest, SamplingParams
+from tests.soak import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def tokenizer(tiny_model: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-@pytest.mark.parametrize("tail", [32, 1], ids=["usual tail", "shortest tail"])
+@pytest.mark.parametrize("tail", slow_but((1,), (32, 1)), ids=["usual tail", "shortest tail"])
 def test_ends_at_the_first_token_after_which_the_string_occurs(tiny_model, tokenizer, monkeypatch, tail):
     monkeypatch.setattr(stop_strings, "_MIN_TAIL_TOKENS", tail)
     engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(tiny_model), tokenizer, max_model_len=256)
@@ -37,7 +38,7 @@ def test_ends_at_the_first_token_after_which_the_string_occurs(tiny_model, token
     whole = run(())
     stopped = 0
     texts = [tokenizer.decode(full.token_ids) for full in whole]
-    pieces = [(text[60 + n : 63 + n], text[120 : 122 + n]) for n, text in enumerate(texts) if len(text) > 140]
+    pieces = [(text[60 + n : 63 + n], text[120 : 122 + n]) for n, text in enumerate(texts) if len(text) > 140][:4]
     for stop in (*pieces, ("a", "b", "c"), ("é", "<|im_start|>"), ("never occurs in random text",)):
         for n, (full, cut) in enumerate(zip(whole, run(stop), strict=True)):
             expected = first_end(tokenizer, full.token_ids, stop) if n % 3 else None
@@ -45,7 +46,7 @@ def test_ends_at_the_first_token_after_which_the_string_occurs(tiny_model, token
             if expected is not None:
                 assert cut.finish_reason == "stop"
                 stopped += 1
-    assert stopped >= 10
+    assert stopped >= 5
 
 
 @pytest.mark.parametrize("name", ["byte-level", "metaspace", "wordpiece", "byte fallback"])

@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 
 from mrl.store.checkpoints import list_checkpoints, newest_intact
 from mrl.store.run import read_rows
+from tests import small_runs
 from tests.conftest import build_model
+from tests.small_runs import record_of
 
 PHASES = ("start", "generate", "reward", "optimizer", "checkpoint", "database", "sync", "any")
 TASKS = [{"prompt": f"say {i}"} for i in range(7)]  # 7 tasks, 3 a step: epochs end within, and in shorter batches
@@ -63,48 +65,35 @@ def busy_machine() -> Iterator[None]:
 
 
 def options_for(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "device": "cpu",
-        "train_dataset": TASKS,
-        "run_dir": str(folder),
-        "resume": "auto",
-        "report_to": [],
-        "batch_size": 3,
-        "num_generations": 3,
-        "max_completion_length": 6,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "learning_rate": 1e-3,
-        "num_rollout_workers": 1,
-        "weight_sync_method": "reload",
-        "save_steps": 1,
-        "save_total_limit": 3,
-        "beta": 0.01,
-        "eval_dataset": TASKS[:2],
-        "eval_steps": 5,
-        **changes,
-    }
+    """As JSON holds them: the reward function is the other process's."""
+    evaluated = {"eval_dataset": TASKS[:2], "eval_steps": 5, "beta": 0.01}
+    sizes = {"train_dataset": TASKS, "batch_size": 3, "save_total_limit": 3, "weight_sync_method": "reload"}
+    made = small_runs.options(model, folder, resume="auto", **(evaluated | sizes | changes))
+    del made["reward_funcs"]
+    return made
 
 
-def run_with_kills(zygote: Zygote, options: dict[str, Any], kills: int, seed: int) -> Counter[str]:
-    """Kill the run `kills` times, then let it finish. Returns how often each phase was hit.
+def every_phase(seed: int, **changes: Any) -> list[str]:
+    """Each of them once, in any order. Weights that are handed over directly are not written."""
+    phases = [phase for phase in PHASES if phase != "sync" or changes.get("weight_sync_method") != "direct"]
+    return random.Random(seed).sample(phases, len(phases))
 
-    An attempt gets a few steps further at most, so a run of four steps per kill cannot end before its time.
+
+def run_with_kills(zygote: Zygote, options: dict[str, Any], phases: list[str], seed: int) -> None:
+    """Kill the run once in each of `phases`, in turn, then let it finish.
+
+    An attempt gets two or three steps further at most, so a run of four steps per kill cannot end before its time.
     """
     rng = random.Random(seed)
-    phases = [phase for phase in PHASES if phase != "sync" or options["weight_sync_method"] != "direct"]
-    died: Counter[str] = Counter()
-    while sum(died.values()) < kills:
-        phase = rng.choice(phases)
-        kill = {"phase": phase, "call": rng.randint(1, 3), "seed": rng.random()}
-        answer = zygote.train(options, kill)
-        if answer["killed"]:
-            died[phase] += 1
-        elif answer.get("status") == "finished":
-            break
+    for phase in phases:
+        for _ in range(9):  # a phase may be over before its moment comes
+            answer = zygote.train(options, {"phase": phase, "call": rng.randint(1, 2), "seed": rng.random()})
+            assert answer.get("status") != "finished", f"it ended before it was killed in {phase}"
+            if answer["killed"]:
+                break
+        else:
+            raise AssertionError(f"never killed in {phase}")
     assert zygote.train(options, None)["status"] == "finished"
-    return died
 
 
 def same(value: Any, other: Any) -> bool:
@@ -115,24 +104,6 @@ def same(value: Any, other: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) == len(other) and all(map(same, value, other))
     return bool(value == other)
-
-
-def record_of(folder: Path) -> dict[str, Any]:
-    """Everything a run did that does not depend on the clock."""
-
-    def timeless(row: dict[str, Any]) -> dict[str, Any]:
-        clock = ("time", "rollout/tokens_per_second")
-        return {key: repr(value) for key, value in row.items() if key not in clock and not key.startswith("time/")}
-
-    def rollout(row: dict[str, Any]) -> list[Any]:
-        return [row[key] for key in ("step", "id", "samples", "reward", "rewards", "advantage", "messages", "status")]
-
-    return {
-        "metrics": [timeless(row) for row in read_rows(folder, "metrics")],
-        "rollouts": [rollout(row) for row in read_rows(folder, "rollouts")],
-        "eval_metrics": [timeless(row) for row in read_rows(folder, "eval_metrics")],
-        "eval_rollouts": [rollout(row) for row in read_rows(folder, "eval_rollouts")],
-    }
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
@@ -157,32 +128,62 @@ def assert_same_run(folder: Path, other: Path) -> None:
     assert [c.step for c in list_checkpoints(folder)] == [c.step for c in list_checkpoints(other)]
 
 
-def check(zygote: Zygote, model: str, tmp_path: Path, kills: int, seed: int, **changes: Any) -> Counter[str]:
+def check(zygote: Zygote, model: str, tmp_path: Path, phases: list[str], seed: int, **changes: Any) -> None:
+    changes = {"max_steps": 4 * len(phases)} | changes
     straight = options_for(model, tmp_path / "straight", **changes)
     assert zygote.train(straight, None)["status"] == "finished"
     crashed = options_for(model, tmp_path / "crashed", **changes)
-    died = run_with_kills(zygote, crashed, kills, seed)
+    run_with_kills(zygote, crashed, phases, seed)
     assert_same_run(tmp_path / "crashed", tmp_path / "straight")
-    return died
 
 
-def test_a_few_kills(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
-    died = check(zygote, tiny_model, tmp_path, kills=6, seed=1, max_steps=24)
-    assert sum(died.values()) == 6
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"use_lora": True, "lora_r": 4, "lora_alpha": 8},
+    "reuse": {"num_iterations": 2, "lr_scheduler_type": "cosine", "warmup_steps": 3},
+    "direct": {"weight_sync_method": "direct", "gradient_accumulation_steps": 2},
+    "stale_samplers": {"sync_weights_every": 3, "save_steps": 2, "num_rollout_workers": 2},
+    "pipeline": {"async_mode": "pipeline", "save_steps": 2},
+}
 
 
-def test_a_few_kills_with_the_next_step_in_flight(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
-    died = check(zygote, tiny_model, tmp_path, kills=4, seed=5, max_steps=16, async_mode="pipeline")
-    assert sum(died.values()) == 4
+@pytest.mark.slow
+def test_a_kill_in_every_phase(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
+    check(zygote, tiny_model, tmp_path, every_phase(seed=1), seed=1, max_steps=24)
+
+
+def test_kills_with_the_next_step_in_flight(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
+    check(zygote, tiny_model, tmp_path, ["generate", "checkpoint"], seed=5, async_mode="pipeline")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_kills_in_every_kind_of_run(zygote: Zygote, tiny_model: str, tmp_path: Path, kind: str, seed: int) -> None:
+    """Twenty or so each, every phase two or three times."""
+    changes = KINDS[kind]
+    phases = every_phase(seed, **changes) + every_phase(seed + 10, **changes) + every_phase(seed + 20, **changes)[:4]
+    check(zygote, tiny_model, tmp_path, phases, seed, max_steps=10 * len(phases), **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "kinds", [("lora", "reuse", "stale_samplers"), ("direct", "reuse")], ids=lambda kinds: "-".join(kinds)
+)
+def test_kills_in_other_kinds_of_runs(zygote: Zygote, tiny_model: str, tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    changes = {name: value for kind in kinds for name, value in KINDS[kind].items()}
+    phases = ["checkpoint", "optimizer", "any", "generate"]
+    check(zygote, tiny_model, tmp_path, phases, seed=3, max_steps=40, **changes)
 
 
 def test_a_queue_that_is_killed_loses_no_task_and_repeats_none(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     """Its groups depend on who was faster; that each task is trained on once an epoch, or counted, does not."""
-    options = options_for(tiny_model, tmp_path, async_mode="queue", max_staleness=2, max_steps=21)
-    died = run_with_kills(zygote, options, kills=5, seed=3)
-    assert sum(died.values()) == 5
+    options = options_for(tiny_model, tmp_path, async_mode="queue", max_staleness=2, max_steps=14)
+    run_with_kills(zygote, options, ["generate", "any", "checkpoint"], seed=3)
     metrics = list(read_rows(tmp_path, "metrics"))
-    assert [row["step"] for row in metrics] == list(range(1, 22))
+    assert [row["step"] for row in metrics] == list(range(1, 15))
     trained = Counter(row["task_id"] for row in read_rows(tmp_path, "rollouts") if row["status"] == "ok")
     dropped = int(sum(row["rollout/dropped_groups"] for row in metrics))
     last = newest_intact(tmp_path)[0]
@@ -195,41 +196,21 @@ def test_a_queue_that_is_killed_loses_no_task_and_repeats_none(zygote: Zygote, t
     assert max(row["rollout/staleness_max"] for row in metrics) <= 2
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_fifty_kills_over_a_run(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
-    died = check(zygote, tiny_model, tmp_path, kills=60, seed=2, max_steps=240)
-    assert sum(died.values()) == 60
-    assert set(died) == set(PHASES)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "changes",
+    ("phases", "steps"),
     [
-        {"use_lora": True, "lora_r": 4, "lora_alpha": 8},
-        {"num_iterations": 2, "lr_scheduler_type": "cosine", "warmup_steps": 3},
-        {"weight_sync_method": "direct", "gradient_accumulation_steps": 2},
-        {"sync_weights_every": 3, "save_steps": 2, "num_rollout_workers": 2},
-        {"async_mode": "pipeline", "save_steps": 2},
+        pytest.param(["optimizer"], 5, marks=pytest.mark.slow),
+        pytest.param(["optimizer", "any", "generate"], 12, marks=pytest.mark.soak),
     ],
-    ids=["lora", "reuse", "direct", "stale_samplers", "pipeline"],
+    ids=["one", "several"],
 )
-def test_kills_in_other_kinds_of_runs(zygote: Zygote, tiny_model: str, tmp_path: Path, changes: dict[str, Any]) -> None:
-    died = check(zygote, tiny_model, tmp_path, kills=15, seed=3, max_steps=150, **changes)
-    assert sum(died.values()) == 15
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kills_on_a_busy_machine(busy_machine: None, tmp_path: Path) -> None:
+def test_kills_on_a_busy_machine(busy_machine: None, tmp_path: Path, phases: list[str], steps: int) -> None:
     """Steps so large that torch divides their sums among its threads, which are stopped at any moment."""
     model = str(build_model(tmp_path / "model", hidden_size=128))
     zygote = Zygote(threads=2)
     size = {"batch_size": 4, "num_generations": 8, "max_completion_length": 24}
     try:
-        died = check(zygote, model, tmp_path, kills=3, seed=4, max_steps=12, **size)
+        check(zygote, model, tmp_path, phases, seed=4, max_steps=steps, **size)
     finally:
         zygote.process.kill()
-    assert sum(died.values()) == 3

@@ -136,6 +136,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         load_tasks("reasoning_gym:chain_sum")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["orchestrated", "simple"])
 def test_a_run_on_it(mode: str, tiny_model: str, tmp_path: Path) -> None:
     options = {} if mode == "simple" else {"num_rollout_workers": 1, "weight_sync_method": "direct"}

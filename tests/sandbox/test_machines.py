@@ -86,6 +86,7 @@ async def test_programs_are_judged_as_on_this_machine(open_machine, machines):
     assert all(machine.stopped and machine.process.returncode is not None for machine in machines)
 
 
+@pytest.mark.slow
 async def test_one_machine_serves_many_programs(open_machine, machines):
     programs = [Program(f"def f(x): return x + 1 + 0 * {n}", RIGHT.tests, LIMITS) for n in range(12)]
     assert await judged(MachineExecutor(open_machine, machines=3, slots=2), *programs) == ["passed"] * 12
@@ -104,6 +105,7 @@ async def test_without_a_layer_a_machine_runs_one_program(open_machine, machines
     assert len(machines) == 4  # the first was not used up by the refusal
 
 
+@pytest.mark.slow
 async def test_a_lost_machine_is_replaced_and_its_programs_run_again(open_machine, machines):
     pool = MachineExecutor(open_machine, machines=1, slots=2)
     slow = Execution("import time\ndef f(x):\n    time.sleep(1.5)\n    return x", (Call("f", (7,)),), limits=LIMITS)

@@ -7,10 +7,7 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from mrl.replay import replay
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.tracking.console import ConsoleTracker
+from tests.soak import rows_but
 
 Train = Callable[..., RunResult]
 
@@ -93,6 +91,7 @@ def test_it_is_trls_own_loop(simple: Train, tiny_model: str, tmp_path: Path) -> 
     assert any(not torch.equal(start[name], mine[name]) for name in mine)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_everything_is_recorded(simple: Train, tmp_path: Path) -> None:
     result = simple(eval_dataset=[{"prompt": f"tell {i}", "want": "a"} for i in range(3)], eval_steps=2, save_steps=2)
     assert (result.status, result.steps) == ("finished", 3)
@@ -129,6 +128,7 @@ def test_everything_is_recorded(simple: Train, tmp_path: Path) -> None:
     assert started["trl"]["num_generations"] == 4
 
 
+@pytest.mark.slow
 def test_the_reward_goes_up(simple: Train, tmp_path: Path) -> None:
     def share_of_a(completions: list[str], **_: Any) -> list[float]:
         return [text.count("a") / max(len(text), 1) for text in completions]
@@ -139,15 +139,17 @@ def test_the_reward_goes_up(simple: Train, tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > 0.8
 
 
-@pytest.mark.parametrize(("lora", "after"), [(False, 2), (False, 3), (True, 3)])  # 2: where an epoch ends
+@pytest.mark.slow
+@pytest.mark.parametrize(("lora", "after"), rows_but([(False, 2), (True, 3)], [(False, 2), (False, 3), (True, 3)]))
 def test_a_resumed_run_equals_an_uninterrupted_one(simple: Train, tmp_path: Path, lora: bool, after: int) -> None:
-    options = {"use_lora": lora, "num_iterations": 2, "beta": 0.05, "save_steps": 1, "max_steps": 5}
+    """After step 2 an epoch ends."""
+    options = {"use_lora": lora, "num_iterations": 2, "beta": 0.05, "save_steps": 1, "max_steps": 4}
     whole = simple(run_dir=str(tmp_path / "whole"), **options)
-    simple(run_dir=str(tmp_path / "run"), **options)
-    for step in range(after + 1, 6):  # as if it had been killed after that step's checkpoint
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for step in range(after + 1, 5):  # as if it had been killed after that step's checkpoint
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step}", ignore_errors=True)
     again = simple(resume=str(tmp_path / "run"), **options)
-    assert again.steps == 5
+    assert again.steps == 4
     file = "adapter_model.safetensors" if lora else "model.safetensors"
     expected, found = load_file(whole.checkpoint / file), load_file(again.checkpoint / file)
     for name, tensor in expected.items():
@@ -158,6 +160,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(simple: Train, tmp_path: Path
     assert ids[0] == ids[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_what_was_allowed_to_change(simple: Train, tmp_path: Path) -> None:
     """And no step is credited with the score of an evaluation before it."""
     held_out = [{"prompt": f"tell {i}", "want": "a"} for i in range(4)]
@@ -181,6 +184,7 @@ def test_resume_refuses_another_run(simple: Train, tmp_path: Path) -> None:
         simple(resume=str(tmp_path / "run"), max_steps=1, mode="orchestrated")
 
 
+@pytest.mark.slow
 def test_iterations_are_one_step_of_the_record(simple: Train, tmp_path: Path) -> None:
     simple(num_iterations=3, max_steps=2)
     rows = rows_of(tmp_path, "metrics")
@@ -189,12 +193,14 @@ def test_iterations_are_one_step_of_the_record(simple: Train, tmp_path: Path) ->
     assert rows[0]["train/clipped_high_fraction"] >= 0
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept(simple: Train, tmp_path: Path) -> None:
     simple(save_steps=1, save_total_limit=1, best_metric="-train/learning_rate", lr_scheduler_type="constant")
     steps = [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")]
     assert steps == [1, 3]  # the first of equal ones, and the last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_a_checkpoint_that_cannot_be_written(
     policy: str, simple: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -258,6 +264,7 @@ def test_a_reward_of_the_wrong_length_stops_the_run(simple: Train, tmp_path: Pat
     assert len(rows_of(tmp_path)) == 16
 
 
+@pytest.mark.slow
 def test_weights_and_several_rewards_join_as_in_the_other_mode(simple: Train, tmp_path: Path) -> None:
     def length(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]
@@ -271,6 +278,7 @@ def test_weights_and_several_rewards_join_as_in_the_other_mode(simple: Train, tm
     assert "reward/once/mean" in rows_of(tmp_path, "metrics")[0]
 
 
+@pytest.mark.slow
 def test_rewards_normalised_one_by_one_reach_trl_one_by_one(simple: Train, tmp_path: Path) -> None:
     def length(completions: list[str], **_: Any) -> list[float]:
         return [1000.0 * len(set(text)) for text in completions]
@@ -287,6 +295,7 @@ def test_rewards_normalised_one_by_one_reach_trl_one_by_one(simple: Train, tmp_p
     assert lengths.max() >= 1000
 
 
+@pytest.mark.slow
 def test_code_is_judged_in_the_sandbox(simple: Train, tmp_path: Path) -> None:
     tasks = [
         {"prompt": f"Write a function f(n) that returns {i}.", "testcases": [f"assert f(1) == {i}"]} for i in range(4)
@@ -297,6 +306,7 @@ def test_code_is_judged_in_the_sandbox(simple: Train, tmp_path: Path) -> None:
     assert any(row["extra"]["verdict"]["status"] in ("passed", "failed", "error") for row in rows)
 
 
+@pytest.mark.slow
 def test_messages_and_plain_text(simple: Train, untied_model: str, tmp_path: Path) -> None:
     seen: list[Any] = []
 
@@ -357,6 +367,7 @@ def test_not_finite_stops_the_run(simple: Train, tmp_path: Path) -> None:
     assert rows_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_line(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -430,35 +441,18 @@ def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
     assert "mrl eval r --split train" in capsys.readouterr().out
 
 
-SLOW_RUN = """
-    import sys, time
-    from mrl import train_simple
+def test_ctrl_c_ends_after_the_step_with_a_checkpoint(simple: Train, tmp_path: Path) -> None:
+    calls = 0
 
-    def slow(completions, **_):
-        time.sleep(0.5)
-        return [float(i) for i in range(len(completions))]
+    def interrupting(completions: list[str], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # before the run it is tried once
+            os.kill(os.getpid(), signal.SIGINT)
+        return [float(i) for i, _ in enumerate(completions)]
 
-    result = train_simple(
-        model=sys.argv[1], train_dataset=[{"prompt": "x"}], reward_funcs=slow, run_dir=sys.argv[2], max_steps=1000,
-        max_completion_length=4, device="cpu", batch_size=1, max_model_len=256,
-    )
-    print(result.status, result.steps, result.checkpoint)
-"""
-
-
-def test_ctrl_c_ends_after_the_step_with_a_checkpoint(tiny_model: str, tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SLOW_RUN))
-    command = [sys.executable, str(script), tiny_model, str(tmp_path / "run")]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
-    )
-    deadline = time.monotonic() + 90
-    while not ((tmp_path / "run").exists() and rows_of(tmp_path, "metrics")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    result = simple(reward_funcs=interrupting, max_steps=1000)
     steps = len(rows_of(tmp_path, "metrics"))
-    assert process.returncode == 0, err
-    assert out.split() == ["interrupted", str(steps), str(tmp_path / "run" / "checkpoints" / f"step-{steps}")]
-    assert "finishing this step" in err
+    assert (result.status, result.steps, 0 < steps < 9) == ("interrupted", steps, True)
+    assert result.checkpoint == tmp_path / "run" / "checkpoints" / f"step-{steps}"
+    assert any("finishing this step" in row["message"] for row in rows_of(tmp_path, "events"))

@@ -18,13 +18,19 @@ from mrl.models import load_model
 from mrl.recorded_run import RunResult
 from mrl.report import read_curve
 from mrl.store.run import read_rows
+from tests.soak import but, rows_but
 
 Train = Callable[..., RunResult]
 OTHERS = ("rloo", "online_dpo", "sft", "dpo", "kto", "reward")
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("algorithm", OTHERS)
+@pytest.mark.parametrize(
+    ("algorithm", "lora"),
+    rows_but(
+        [("rloo", True), *((name, False) for name in OTHERS)],
+        [(name, lora) for name in OTHERS for lora in (False, True)],
+    ),
+)
 def test_it_trains_and_is_recorded(algorithm: str, lora: bool, simple: Train, tiny_model: str, tmp_path: Path) -> None:
     # KTO's first step has no gradient where a batch holds one label only: the data alternate.
     result = simple(algorithm, use_lora=lora, save_steps=2)
@@ -49,7 +55,8 @@ def test_it_trains_and_is_recorded(algorithm: str, lora: bool, simple: Train, ti
     assert read_curve(tmp_path / "run").what == ("reward" if per_step else "loss")
 
 
-@pytest.mark.parametrize("algorithm", ["rloo", "sft", "dpo", "kto", "reward"])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", but(("rloo", "dpo"), ["rloo", "sft", "dpo", "kto", "reward"]))
 def test_held_out_data_are_evaluated(algorithm: str, simple: Train, tmp_path: Path) -> None:
     from tests.simple.conftest import DATA
 
@@ -59,12 +66,13 @@ def test_held_out_data_are_evaluated(algorithm: str, simple: Train, tmp_path: Pa
     assert all(("eval/mean" if algorithm == "rloo" else "eval/loss") in row for row in rows)
 
 
-@pytest.mark.parametrize("algorithm", OTHERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", but(("rloo", "kto"), OTHERS))
 def test_a_resumed_run_equals_an_uninterrupted_one(algorithm: str, simple: Train, tmp_path: Path) -> None:
-    options = {"save_steps": 1, "max_steps": 5}
+    options = {"save_steps": 1, "max_steps": 3}
     whole = simple(algorithm, run_dir=str(tmp_path / "whole"), **options)
-    simple(algorithm, **options)
-    for step in (4, 5):
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for step in (2, 3):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step}")
     again = simple(algorithm, resume=str(tmp_path / "run"), **options)
     expected, found = (load_file(r.checkpoint / "model.safetensors") for r in (whole, again))
@@ -72,6 +80,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(algorithm: str, simple: Train
         assert torch.equal(tensor, found[name]), name
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
 def test_sft_learns_what_it_is_shown_and_the_policy_answers_with_it(
     simple: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

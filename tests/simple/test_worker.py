@@ -37,6 +37,7 @@ class PickledBackend(InlineBackend):
         return handle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_the_trainer_is_one_worker_of_plain_data(
     algorithm: str, simple: Callable[..., RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

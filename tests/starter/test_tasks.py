@@ -36,6 +36,7 @@ def passes(program: str, task: Task) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_shipped_files_are_what_the_generator_makes(generated: TaskSet, tmp_path: Path) -> None:
     for split in ("train", "heldout"):
         write_jsonl(getattr(generated, split), tmp_path / f"{split}.jsonl")
@@ -82,6 +83,7 @@ def test_mistaken_solutions_fail(shipped: dict[str, list[Task]]) -> None:
     assert passed / total < 0.02
 
 
+@pytest.mark.slow
 def test_no_demonstration_behaves_like_a_heldout_task(generated: TaskSet) -> None:
     heldout = generated.heldout_signatures()
     kinds = {family: kind_of(task) for task in generated.heldout for family in [task.family]}

@@ -144,6 +144,7 @@ def test_mistakes_end_with_a_message(argv: list[str], message: str, make_run: Ca
         runs(argv)
 
 
+@pytest.mark.slow
 def test_export_keeps_a_chunk_in_memory(root: Path) -> None:
     """A million tokens, over 60 MB as Python objects, cost no more than 24 MB of memory."""
     code = """

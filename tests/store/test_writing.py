@@ -281,6 +281,7 @@ FORKS = """
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_store_has_whole_steps_only(tmp_path: Path) -> None:
     folder, chance, done = tmp_path / "a", random.Random(0), 0
     code = textwrap.dedent(FORKS).replace("WORK", repr(textwrap.dedent(KILLED)))

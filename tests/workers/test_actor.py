@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mrl.config import AlgorithmConfig
 from mrl.errors import CheckpointError, ConfigError, SyncError, TrainingError
 from mrl.types import Sample, TrainBatch
 from mrl.workers.actor import ActorWorker
+from tests.soak import but
 
 LR = 1e-3
 
@@ -60,7 +62,7 @@ def parameters(actor: ActorWorker) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in actor.model.named_parameters()}
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
+@pytest.mark.parametrize("loss_type", but(("dapo",), ["grpo", "dapo", "dr_grpo", "cispo", "sapo"]))
 def test_the_update_does_not_depend_on_the_split(tiny_model: str, loss_type: str) -> None:
     """By count or by tokens, packed or padded, with prompts shared or not, and in whatever order the samples come."""
     batch = make_batch(tiny_model)
@@ -207,27 +209,35 @@ def test_old_logprobs_are_those_of_a_pass_before_the_update(tiny_model: str) -> 
             assert (part.new_logprobs_BT[row, : len(expected)] - got).abs().max() > 1e-4
 
 
-@pytest.mark.slow
+COMPILED = {
+    "checkpointed": pytest.param({"gradient_checkpointing": True, "num_iterations": 2}, marks=pytest.mark.slow),
+    "plain": pytest.param({}, marks=pytest.mark.soak),
+    "padded": pytest.param({"packing": False}, marks=pytest.mark.soak),
+}
+
+
 @pytest.mark.timeout(900)  # a C++ compiler runs for each kind of layer
-def test_compiled_layers_train_the_same_and_resume_bit_for_bit(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
+def test_compiled_layers_train_the_same_and_resume_bit_for_bit(
+    tiny_model: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Also with activation checkpointing and packing; sampling meanwhile is not compiled."""
     batch = make_batch(tiny_model)
-    for options in ({}, {"packing": False}, {"gradient_checkpointing": True, "num_iterations": 2}):
-        plain = make_actor(tiny_model, **options)
-        actor = make_actor(tiny_model, torch_compile=True, **options)
-        assert actor.compiled is not None
-        expected, got = plain.train_step(batch), actor.train_step(batch)
-        for name, value in expected.items():
-            assert got[name] == pytest.approx(value, abs=1e-4, rel=1e-3), name
-        assert all(layer._compiled_call_impl is None for layer, _ in actor.compiled.layers)
-        path = str(tmp_path / f"step-{len(list(tmp_path.iterdir()))}")
-        actor.save_checkpoint(path, {})
-        AutoModelForCausalLM.from_pretrained(path)
-        resumed = make_actor(tiny_model, torch_compile=True, **options)
-        resumed.load_checkpoint(path)
-        assert resumed.train_step(batch) == actor.train_step(batch)
-        for name, value in parameters(actor).items():
-            assert torch.equal(parameters(resumed)[name], value), name
+    plain = make_actor(tiny_model, **options)
+    actor = make_actor(tiny_model, torch_compile=True, **options)
+    assert actor.compiled is not None
+    expected, got = plain.train_step(batch), actor.train_step(batch)
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, abs=1e-4, rel=1e-3), name
+    assert all(layer._compiled_call_impl is None for layer, _ in actor.compiled.layers)
+    path = str(tmp_path / "step")
+    actor.save_checkpoint(path, {})
+    AutoModelForCausalLM.from_pretrained(path)
+    resumed = make_actor(tiny_model, torch_compile=True, **options)
+    resumed.load_checkpoint(path)
+    assert resumed.train_step(batch) == actor.train_step(batch)
+    for name, value in parameters(actor).items():
+        assert torch.equal(parameters(resumed)[name], value), name
 
 
 def test_compiling_that_fails_is_said_and_done_without(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

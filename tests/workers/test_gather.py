@@ -160,8 +160,9 @@ def test_the_watch_sees_what_it_is_for() -> None:
     assert watch.found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(
+    "count", [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))]
+)
 def test_actors_side_by_side_learn_the_same(busy_machine: None, tmp_path: Path, count: int) -> None:
     """Their threads are in each other's way too. The hidden states are more than torch leaves to one thread."""
     model = str(build_model(tmp_path / "model", hidden_size=64))

@@ -1,4 +1,4 @@
-"""Every attack against every layer that works here, as this user and as an ordinary one; and against a naive grader."""
+"""The attacks against every layer that works here, as this user and as an ordinary one; and against a naive grader."""
 
 import functools
 import importlib.util
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mrl.sandbox.isolation import selftest
+from tests.soak import slow_but
 
 HERE = Path(__file__).parent
 LAYERS = ("A", "B", "C")
@@ -38,16 +39,26 @@ def strongest() -> str | None:
     return next((layer for layer in LAYERS if not works(layer)), None)
 
 
-def attack(layer: str, *options: str) -> None:
-    command = [sys.executable, str(HERE / "suite.py"), "--layer", layer, *options]
+def attack(layer: str, user: str, part: str = "0/1") -> int:
+    """Runs the attacks, or a part of them, and returns how many."""
+    if works(layer):
+        pytest.skip(works(layer))
+    options = []
+    if user == "ordinary":
+        python = public_python()
+        if python is None:
+            pytest.skip("no Python that an ordinary user may start")
+        options = ["--user", str(NOBODY), "--python", python]
+    command = [sys.executable, str(HERE / "suite.py"), "--layer", layer, "--part", part, *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["problems"] == []
     assert report["layer"] == layer
-    assert report["attacks"] >= 60
+    return int(report["attacks"])
 
 
+@functools.cache
 def public_python() -> str | None:
     """An interpreter that an ordinary user may start."""
     for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
@@ -60,34 +71,32 @@ def public_python() -> str | None:
     return None
 
 
-def test_nothing_is_forged_leaked_or_left_behind():
-    layer = strongest()
-    if layer is None:
-        pytest.skip("no layer works here")
-    attack(layer)
+# Whoever is an ordinary user cannot become another one.
+USERS = ("mine", "ordinary") if os.geteuid() == 0 else ("mine",)
+WALLS = [(layer, user) for layer in LAYERS for user in USERS]
+"""In the way of the attacks. Each attack meets one of them, most in the slow suite, and all of them in `make soak`."""
+
+
+@pytest.mark.parametrize("wall", slow_but(WALLS[:1], WALLS), ids="-".join)
+def test_nothing_is_forged_leaked_or_left_behind(wall):
+    assert attack(*wall, f"{WALLS.index(wall)}/{len(WALLS)}") >= 60 // len(WALLS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
-def test_each_layer(layer):
-    if works(layer):
-        pytest.skip(works(layer))
-    attack(layer)
+def test_every_attack_on_the_layer_that_is_used():
+    layer = strongest()
+    if layer is None:
+        pytest.skip("no layer works here")
+    assert attack(layer, "mine") >= 60
 
 
-if os.geteuid() == 0:  # else the tests above run as an ordinary user already
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("layer", LAYERS)
-    def test_each_layer_as_an_ordinary_user(layer):
-        python = public_python()
-        if python is None:
-            pytest.skip("no Python that an ordinary user may start")
-        if works(layer):
-            pytest.skip(works(layer))
-        attack(layer, "--user", str(NOBODY), "--python", python)
+@pytest.mark.soak
+@pytest.mark.parametrize(("layer", "user"), WALLS)
+def test_every_attack(layer, user):
+    assert attack(layer, user) >= 60
 
 
+@pytest.mark.slow
 def test_the_attacks_bite(tmp_path):
     """The usual grader, asserts appended to the program and exit code 0 for a pass, takes most of them for right."""
 

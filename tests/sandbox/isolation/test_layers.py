@@ -86,6 +86,7 @@ def test_other_systems_get_a_clear_message(system: str) -> None:
     assert "remote sandbox" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="this user is an ordinary one already")
 def test_every_layer_holds_for_an_ordinary_user() -> None:
     code = (

@@ -18,6 +18,7 @@ import pytest
 from mrl.sandbox.base import Limits
 from mrl.sandbox.execution import Call, Execution, Observation
 from mrl.sandbox.isolation.client import IsolatedExecutor
+from tests.soak import slow_but
 
 GOOD = Execution("def f(x):\n    return x * 2\n", (Call("f", (21,)), Call("f", ("ab",))))
 QUICK = Limits(wall_seconds=0.4, cpu_seconds=1, memory_mb=128, output_bytes=10_000)
@@ -64,7 +65,7 @@ def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others on this machine have files in the shared one
 
 
-async def mixed(count: int, layer: str = "auto") -> None:
+async def mixed(count: int, layer: str) -> None:
     """Good ones all pass; the slots' own processes do not grow; afterwards nothing is left."""
     await IsolatedExecutor(slots=1, layer=layer).close()
     before = footprint()
@@ -87,16 +88,13 @@ async def mixed(count: int, layer: str = "auto") -> None:
     assert footprint() == before
 
 
-async def test_hundreds_of_mixed_executions_leave_nothing() -> None:
-    await mixed(160)
+@pytest.mark.parametrize("count", [60, pytest.param(3400, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("layer", ["A", "B", "C"])
+async def test_mixed_executions_leave_nothing(layer: str, count: int) -> None:
+    await mixed(count, layer)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", ["A", "B", "C"])
-async def test_thousands_of_mixed_executions_leave_nothing(layer: str) -> None:
-    await mixed(3400, layer)
-
-
 async def test_a_killed_supervisor_comes_back() -> None:
     others = descendants()
     executor = IsolatedExecutor(slots=2)
@@ -137,7 +135,7 @@ async def test_a_killed_supervisor_comes_back() -> None:
     assert descendants() == others
 
 
-@pytest.mark.parametrize("layer", ["A", "B", "C"])
+@pytest.mark.parametrize("layer", slow_but("A", "ABC"))
 def test_a_killed_trainer_leaves_nothing(layer: str) -> None:
     code = (
         "import asyncio, sys\nfrom mrl.sandbox.execution import *\n"

@@ -1,0 +1,81 @@
+"""Runs of a few steps on a tiny model, and what of them does not depend on the clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from mrl import MRLTrainer
+from mrl.models import resolve_model
+from mrl.recorded_run import RunResult
+from mrl.store.run import read_rows
+
+TASKS = [{"prompt": f"say {i}"} for i in range(6)]
+
+
+def distinct(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs within almost every group of random completions."""
+    return [len(set(text)) / 8 for text in completions]
+
+
+def options(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "device": "cpu",
+        "train_dataset": TASKS,
+        "reward_funcs": distinct,
+        "run_dir": str(folder),
+        "report_to": [],
+        "batch_size": 2,
+        "num_generations": 3,
+        "max_completion_length": 6,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "learning_rate": 1e-3,
+        "num_rollout_workers": 1,
+        "save_steps": 1,
+        "max_steps": 4,
+        **changes,
+    }
+
+
+def run(model: str, folder: Path, **changes: Any) -> RunResult:
+    return MRLTrainer(**options(model, folder, **changes)).train()
+
+
+def record_of(folder: Path, without: str = "time/") -> dict[str, Any]:
+    """Everything a run did that does not depend on the clock; and no metrics whose names begin with `without`."""
+    clock = ("time", "rollout/tokens_per_second")
+
+    def timeless(row: dict[str, Any]) -> dict[str, Any]:
+        left_out = ("time/", without)
+        return {key: repr(value) for key, value in row.items() if key not in clock and not key.startswith(left_out)}
+
+    def rollout(row: dict[str, Any]) -> list[Any]:
+        kept = ("step", "group", "id", "samples", "reward", "rewards", "advantage", "messages", "status", "metrics")
+        return [row[key] for key in kept]
+
+    return {
+        "metrics": [timeless(row) for row in read_rows(folder, "metrics")],
+        "rollouts": [rollout(row) for row in read_rows(folder, "rollouts")],
+        "eval_metrics": [timeless(row) for row in read_rows(folder, "eval_metrics")],
+        "eval_rollouts": [rollout(row) for row in read_rows(folder, "eval_rollouts")],
+    }
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [row["step"] for row in read_rows(folder, "metrics")]
+
+
+def same_weights(left: Path, right: Path) -> bool:
+    """Of the newest checkpoints of two runs."""
+    mine, theirs = load_file(tensors_of(left)), load_file(tensors_of(right))
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def tensors_of(folder: Path) -> Path:
+    newest = Path(resolve_model(str(folder)))
+    return next(iter(sorted(newest.glob("*model.safetensors"))))
