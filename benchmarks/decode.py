@@ -25,9 +25,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from mrl.engines.decode_step import StepKind
-from mrl.engines.transformers import TransformersEngine
-from mrl.threads import give_back_team
+from mrl.engines.transformers.decode_step import StepKind
+from mrl.engines.transformers.engine import TransformersEngine
+from mrl.system.threads import give_back_team
 from mrl.types import GenerateRequest, SamplingParams
 
 EOS = 1

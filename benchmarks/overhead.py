@@ -24,7 +24,7 @@ from typing import Any
 from vs_trl import GENERATIONS, LIMITS, MODELS, PROMPT_TOKENS, PROMPTS, build_model
 
 from mrl import MRLTrainer
-from mrl.orchestrator import Orchestrator
+from mrl.loop.orchestrator import Orchestrator
 
 MODELS["8 M"] = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "heads": 8}
 LIMITS["8 M"] = 128

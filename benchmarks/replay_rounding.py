@@ -5,7 +5,7 @@
 
 A run is replayed with other numbers of threads, which sum in another order, and in the other precision; then with one
 sampled token's logprob changed in its record, and with one rollout's reward turned round. Each row is the metric that
-is furthest off, as a share of it (of `mrl.replay.SMALL` below that), and the maximum that is, in its own unit.
+is furthest off, as a share of it (of `mrl.loop.replay.SMALL` below that), and the maximum that is, in its own unit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import mrl.replay as replay_module
+import mrl.loop.replay as replay_module
 from mrl import MRLTrainer
-from mrl.replay import SMALL, Difference, Replay, replay
+from mrl.loop.replay import SMALL, Difference, Replay, replay
 from mrl.types import Group, Rollout
 
 STEP = 4

@@ -53,9 +53,9 @@ def main() -> None:
 
 
 async def measure(shape: str, options: argparse.Namespace, folder: Path) -> None:
+    from mrl.actor.publisher import Publisher
     from mrl.backends.inline import InlineHandle
     from mrl.sync import SYNC_METHODS
-    from mrl.workers.publisher import Publisher
     from mrl.workers.rollout import RolloutWorker
 
     model, tokenizer = build(shape, folder / "model")
@@ -108,7 +108,7 @@ class Actor:
         self.publisher = publisher
 
     def host(self) -> str:
-        from mrl.sync.network import machine
+        from mrl.weights.network import machine
 
         return machine()
 

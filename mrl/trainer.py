@@ -15,16 +15,16 @@ from mrl.config import ModelConfig, OrchestratorConfig
 from mrl.config.dialects import in_python
 from mrl.config.keywords import Options
 from mrl.errors import ConfigError, DataError, ModelError, MRLError, RewardError
-from mrl.interrupts import interrupts
-from mrl.orchestrator import Orchestrator
-from mrl.recorded_run import RecordedRun, RunResult
-from mrl.report import write_png
-from mrl.resume import existing_run, how_to_go_on, resumed_config
+from mrl.loop.orchestrator import Orchestrator
+from mrl.loop.recorded_run import RecordedRun, RunResult
+from mrl.loop.report import write_png
+from mrl.loop.resume import existing_run, how_to_go_on, resumed_config
 from mrl.store.run import runs_root
-from mrl.threads import give_back_team
+from mrl.system.interrupts import interrupts
+from mrl.system.threads import give_back_team
 
 if TYPE_CHECKING:
-    from mrl.given_model import GivenModel
+    from mrl.loop.given_model import GivenModel
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class MRLTrainer:
             return make_config(options)
         if options.get("revision") is not None:
             raise ConfigError("revision: a loaded model is what it is; leave it out, or give the model by name")
-        from mrl.given_model import GivenModel
+        from mrl.loop.given_model import GivenModel
 
         self._given = GivenModel(model, tokenizer)
         return make_config(options | {"model": self._given.name})

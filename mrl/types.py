@@ -104,7 +104,7 @@ class WeightRef:
     """What the directory holds: every tensor, a LoRA adapter (PEFT's files), a whole model with its configuration, for
     which the engine is made anew, or what changed since the version before."""
     checksum: str | None = None
-    """Fingerprint of the tensors (see `mrl.sync.checksum`); a worker answers with what it holds."""
+    """Fingerprint of the tensors (see `mrl.weights.checksum`); a worker answers with what it holds."""
     bytes: int = 0
     """Size of what was published."""
     pull_seconds: float | None = None

@@ -16,8 +16,8 @@ from tests.soak import sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mrl.engines.vllm import VLLMEngine
-    from mrl.workers.rows import Rows
+    from mrl.engines.vllm.engine import VLLMEngine
+    from mrl.modeling.rows import Rows
 
 # Tiny models are fastest on one thread, and two pools of threads on a busy machine wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,7 +66,7 @@ def _no_pictures() -> None:
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that look at them."""
-    from mrl.report import write_png
+    from mrl.loop.report import write_png
 
     monkeypatch.setattr("mrl.trainer.write_png", write_png)
 
@@ -185,7 +185,7 @@ def running_vllm_with_adapters(vllm_model: str) -> Iterator[VLLMEngine]:
 
 def _vllm(model: str, **changes: object) -> Iterator[VLLMEngine]:
     from mrl.config import ModelConfig
-    from mrl.engines.vllm import VLLMEngine
+    from mrl.engines.vllm.engine import VLLMEngine
 
     config = ModelConfig(model=model, device="cpu", max_model_len=256, **changes)
     engine = VLLMEngine.create(config, vllm_args={"block_size": 32}, vllm_kv_cache_gb=0.25, lora_sync="adapter")
@@ -198,8 +198,8 @@ def rows_of() -> Callable[..., Rows]:
     """Makes the actor's rows of tables that are given, in the place of a batch of samples."""
     import torch
 
+    from mrl.modeling.rows import Rows
     from mrl.types import Sample
-    from mrl.workers.rows import Rows
 
     def make(
         lengths: list[int],

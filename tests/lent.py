@@ -10,7 +10,7 @@ from torch import nn
 
 from mrl.config import ModelConfig
 from mrl.engines import ENGINES
-from mrl.engines.vllm import VLLMEngine
+from mrl.engines.vllm.engine import VLLMEngine
 
 
 class Lent(VLLMEngine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mrl.recorded_run import RunResult
+from mrl.loop.recorded_run import RunResult
 from mrl.store.run import read_rows
 from tests import small_runs
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from mrl import MRLTrainer
+from mrl.loop.recorded_run import RunResult
 from mrl.models import resolve_model
-from mrl.recorded_run import RunResult
 from mrl.store.run import read_rows
 
 TASKS = [{"prompt": f"say {i}"} for i in range(6)]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mrl import MRLTrainer
-from mrl.cli import COMMANDS
+from mrl.cli.main import COMMANDS
 from mrl.config import flat_fields
-from mrl.metric_names import metric_names
+from mrl.experience.metric_names import metric_names
 from mrl.rewards import resolve_rewards
 from mrl.simple.metrics import metric_names as simple_names
 from mrl.simple.trainers import TRAINERS
@@ -30,7 +30,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_flags_exist(page: Path) -> None:
-    from mrl.flags import ALIASES
+    from mrl.cli.flags import ALIASES
 
     own = {"json", "num-samples", "by", "confidence", "output", "merged", "which", "step", "gradients", "format"}
     own |= {

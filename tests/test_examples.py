@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mrl.algorithms import ADVANTAGES, LOSSES
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.store.run import read_rows
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

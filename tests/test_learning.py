@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mrl import MRLTrainer
-from mrl.flags import config_from
+from mrl.cli.flags import config_from
 from mrl.rewards import reward_helper_function
 from mrl.store.run import read_rows
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mrl.recorded_run import RunResult
+from mrl.loop.recorded_run import RunResult
 from mrl.store.run import newest_checkpoint, read_rows
 from tests.letter_runs import TASKS, metrics_of, run, share_of_a
 from tests.small_runs import distinct

@@ -27,7 +27,7 @@ class LossTerms:
     """Broadcast over the tokens of a sequence, unless they differ by token."""
     mask_BT: Tensor
     correction_BT: Tensor | None = None
-    """Weight of the sampler/trainer correction (mrl.algorithms.mismatch), for losses that apply it themselves."""
+    """Weight of the sampler/trainer correction (mrl.mismatch.correction), for losses that apply it themselves."""
 
 
 Level = Literal["token", "sequence"]

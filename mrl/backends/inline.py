@@ -11,7 +11,7 @@ from typing import Any
 
 from mrl.backends.base import Resources
 from mrl.errors import WorkerDied
-from mrl.threads import InTurn
+from mrl.system.threads import InTurn
 
 ENDING_SECONDS = 10.0
 """How long a worker that is ended may still take over the call it is in."""
@@ -20,7 +20,7 @@ ENDING_SECONDS = 10.0
 class InlineHandle:
     """A worker object. Its blocking methods run on another thread, one at a time: the event loop stays free.
 
-    The thread ends when no call is left, and its share of torch's threads with it (see mrl.threads).
+    The thread ends when no call is left, and its share of torch's threads with it (see mrl.system.threads).
     """
 
     def __init__(self, worker: Any, name: str, timeout: float) -> None:

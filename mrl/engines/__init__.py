@@ -7,9 +7,9 @@ ENGINES: Registry[type[Engine]] = Registry(
     "engines",
     "engine",
     {
-        "transformers": "mrl.engines.transformers:TransformersEngine",
-        "vllm": "mrl.engines.vllm:VLLMEngine",
-        "vllm-remote": "mrl.engines.vllm_remote:RemoteVLLMEngine",
+        "transformers": "mrl.engines.transformers.engine:TransformersEngine",
+        "vllm": "mrl.engines.vllm.engine:VLLMEngine",
+        "vllm-remote": "mrl.engines.vllm.remote:RemoteVLLMEngine",
     },
 )
 

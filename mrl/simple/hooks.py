@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from mrl.actor.optimizer import group_options, set_course, set_group_options
 from mrl.errors import ConfigError
 from mrl.simple.recorder import Recorder
 from mrl.simple.trainers import TrainerSpec
-from mrl.workers.optimizer import group_options, set_course, set_group_options
 
 
 def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], None]], None]) -> type[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mrl.metric_names import held_out_names, rollout_names
+from mrl.experience.metric_names import held_out_names, rollout_names
 from mrl.rewards.base import Reward
 from mrl.simple.trainers import TrainerSpec
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from mrl.checkpointing import best_so_far
 from mrl.config import OrchestratorConfig
 from mrl.errors import TrainingError
-from mrl.experience import check_failures, rollout_metrics
+from mrl.experience.batch import check_failures, rollout_metrics
+from mrl.loop.checkpointing import best_so_far
 from mrl.rewards.base import RewardRequest
-from mrl.rewards.scoring import TrainerState
 from mrl.simple.data import TASK
 from mrl.simple.metrics import METRICS, RECORDED_ELSEWHERE
 from mrl.simple.trainers import TrainerSpec
 from mrl.types import Group, Message, Rollout, Sample, Task
+from mrl.workers.scoring import TrainerState
 
 NOT_KNOWN = math.nan
 """The logprob of a sampled token: TRL's trainers do not keep the sampler's."""

@@ -12,9 +12,8 @@ from mrl.config import OrchestratorConfig
 from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
 from mrl.errors import ConfigError
-from mrl.metric_names import check_best_metric, loggers
-from mrl.models import context_length, load_config, load_tokenizer
-from mrl.preflight import (
+from mrl.experience.metric_names import check_best_metric, loggers
+from mrl.loop.preflight import (
     Counts,
     check_disk,
     check_names,
@@ -28,15 +27,16 @@ from mrl.preflight import (
     reward_worker_args,
     total_steps,
 )
-from mrl.recorded_run import RecordedRun
-from mrl.resume import fingerprint
+from mrl.loop.recorded_run import RecordedRun
+from mrl.loop.resume import fingerprint
+from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.simple.data import check_shape, make_examples
 from mrl.simple.metrics import metric_names
 from mrl.simple.options import check_options, notices
 from mrl.simple.trainers import TRAINERS, TrainerSpec
 from mrl.store.checkpoints import prune
-from mrl.threads import in_thread
+from mrl.system.threads import in_thread
 from mrl.types import Task
 from mrl.workers.reward import RewardWorker
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from mrl.actor.lora import lora_config
 from mrl.config import OrchestratorConfig
-from mrl.environment import computing_environment
 from mrl.errors import CheckpointError, ConfigError, MRLError, TrainingError
+from mrl.loop.resume import random_state, set_random_state
+from mrl.modeling.fixed_order import fixed_order
 from mrl.models import autocast_dtype, load_classifier, load_model, load_tokenizer, pick_device
-from mrl.resume import random_state, set_random_state
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.simple.data import examples_dataset, prompts_dataset
 from mrl.simple.hooks import hooked
@@ -28,9 +29,8 @@ from mrl.simple.options import RL, TrainerFacts, trl_options
 from mrl.simple.recorder import Recorder
 from mrl.simple.trainers import TRAINERS
 from mrl.store.checkpoints import write_checkpoint
+from mrl.system.environment import computing_environment
 from mrl.types import Task
-from mrl.workers.fixed_order import fixed_order
-from mrl.workers.lora import lora_config
 from mrl.workers.reward import RewardWorker
 
 TRAINING_FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin", "entropy_ctrl_state.json")

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import yaml
 
 from mrl.config import OrchestratorConfig
-from mrl.environment import library_versions
 from mrl.errors import ConfigError, StoreError
 from mrl.store.export import write_rollouts
 from mrl.store.find import find_run, newest_checkpoint, runs_root
@@ -34,6 +33,7 @@ from mrl.store.record import write_record
 from mrl.store.rows import number, step_id_of, text, to_json
 from mrl.store.schema import DATABASE, LEGACY_FILES, check_version, create_database
 from mrl.store.writer import Writer
+from mrl.system.environment import library_versions
 from mrl.types import Group
 
 __all__ = ["RunStore", "find_run", "newest_checkpoint", "read_rows", "runs_root", "write_rollouts"]

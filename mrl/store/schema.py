@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from mrl.errors import StoreError
-from mrl.shell import command
+from mrl.system.shell import command
 
 DATABASE = "run.db"
 VERSION = 1

@@ -11,7 +11,7 @@ SYNC_METHODS: Registry[type[WeightSync]] = Registry(
         "direct": "mrl.sync.direct:DirectSync",
         "volume": "mrl.sync.volume:VolumeSync",
         "checkpoint": "mrl.sync.checkpoint:CheckpointSync",
-        "delta": "mrl.sync.differences:DeltaSync",
+        "delta": "mrl.sync.delta:DeltaSync",
     },
 )
 

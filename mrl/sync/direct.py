@@ -7,10 +7,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mrl import scratch
 from mrl.backends.base import WorkerHandle
 from mrl.errors import SyncError
 from mrl.sync.base import WeightSync
+from mrl.system import scratch
 from mrl.types import WeightRef
 
 

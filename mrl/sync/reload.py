@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mrl import scratch
 from mrl.backends.base import WorkerHandle
 from mrl.sync.base import WeightSync
-from mrl.sync.files import own, versions
+from mrl.system import scratch
 from mrl.types import WeightRef
+from mrl.weights.files import own, versions
 
 
 class ReloadSync(WeightSync):

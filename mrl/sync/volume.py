@@ -14,8 +14,8 @@ from pathlib import Path
 from mrl.backends.base import WorkerHandle
 from mrl.errors import SyncError
 from mrl.sync.base import WeightSync
-from mrl.sync.tensors import FILE
 from mrl.types import WeightRef
+from mrl.weights.tensors import FILE
 
 _POLL_SECONDS = 0.05
 

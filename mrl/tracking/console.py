@@ -13,9 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mrl.system.units import duration
 from mrl.tracking.base import WARNING, RunInfo, Status
 from mrl.tracking.console_state import State
-from mrl.units import duration
 
 LINE_EVERY_SECONDS = 10.0
 PHASE_EVERY_SECONDS = 60.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.shell import command
+from mrl.system.shell import command
 from mrl.tracking.base import RunInfo, Status, Tracker
 from mrl.tracking.members import TRACKERS
 

@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mrl import scratch
 from mrl.config import ModelConfig
 from mrl.engines import ENGINES, Engine
 from mrl.errors import EngineError, SyncError
-from mrl.sync.checksum import checksum
-from mrl.sync.delta import DeltaReader
-from mrl.sync.network import fetch, machine
 from mrl.sync.volume import pull
+from mrl.system import scratch
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
+from mrl.weights.checksum import checksum
+from mrl.weights.delta import DeltaReader
+from mrl.weights.network import fetch, machine
 
 SHARES_MODULES = frozenset({"module", "weights"})
 """Kinds of weights taken by an engine that says nothing about it: a live module, or a folder of tensors."""
@@ -189,7 +189,7 @@ class RolloutWorker:
         return self._checksum(ref)
 
     def _checksum(self, ref: WeightRef) -> str:
-        from mrl.sync.tensors import open_folder
+        from mrl.weights.tensors import open_folder
 
         assert ref.path is not None
         with open_folder(ref.path) as tensors:

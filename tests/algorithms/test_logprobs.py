@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.algorithms.kl import kl_k3
 from mrl.algorithms.logprobs import LogitTransform, LowRank, logprobs_from_logits, token_logprobs
-from mrl.algorithms.mismatch import importance_weights
+from mrl.mismatch.correction import importance_weights
 
 
 def inputs(dtype: torch.dtype = torch.float32, n: int = 13, h: int = 8, v: int = 29) -> tuple[torch.Tensor, ...]:

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mrl.actor.objective import Objective
+from mrl.actor.step_metrics import StepMetrics
 from mrl.algorithms import LOSSES
 from mrl.algorithms.base import LossSettings, LossTerms, token_weights
 from mrl.config import AlgorithmConfig
 from mrl.errors import ConfigError
 from mrl.types import TrainBatch
-from mrl.workers.objective import Objective
-from mrl.workers.step_metrics import StepMetrics
 
 MAX_LENGTH = 12
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}

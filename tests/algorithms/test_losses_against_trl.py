@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrl.actor.objective import Objective
+from mrl.actor.step_metrics import StepMetrics
 from mrl.config import AlgorithmConfig
 from mrl.errors import ConfigError
 from mrl.types import TrainBatch
-from mrl.workers.objective import Objective
-from mrl.workers.step_metrics import StepMetrics
 
 trl = pytest.importorskip("trl", reason="the peer these losses are compared with")
 
@@ -212,7 +212,7 @@ def compare(rows_of: Callable[..., Any], name: str, level: str, around: str, see
         options["epsilon_high"] = 1.5
     try:
         config = AlgorithmConfig(loss_type=name, importance_sampling_level=level, **options)
-    except ConfigError:  # tests/test_algorithm_options.py has what is refused
+    except ConfigError:  # tests/config/test_algorithm_options.py has what is refused
         expected_refusals = {"asymmetric", "delta"} | (
             {"sequence_truncated", "sequence_masked"} if name == "vespo" else set()
         )

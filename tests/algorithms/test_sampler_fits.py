@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from mrl.algorithms.mismatch import importance_weights, log_importance, unexplained_gap, weighed_once
+from mrl.actor.step_metrics import StepMetrics
 from mrl.algorithms.sampler_fits import Cut, Evidence, fit_cut, fit_temperature
-from mrl.engines.sampling import RowParams, filter_logits, sample
+from mrl.engines.transformers.sampling import RowParams, filter_logits, sample
+from mrl.mismatch.correction import importance_weights, log_importance, unexplained_gap, weighed_once
 from mrl.types import SamplingParams
-from mrl.workers.step_metrics import StepMetrics
 
 TOKENS, WORDS = 200, 400
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mrl.engines.transformers import TransformersEngine
+from mrl.engines.transformers.engine import TransformersEngine
 from tests.engines.small_models import CONFIGS, build
 from tests.soak import but
 

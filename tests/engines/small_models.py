@@ -18,7 +18,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from mrl.engines.transformers import TransformersEngine
+from mrl.engines.transformers.engine import TransformersEngine
 from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence
 
 VOCAB = 61

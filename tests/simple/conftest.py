@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mrl import train_simple
-from mrl.recorded_run import RunResult
+from mrl.loop.recorded_run import RunResult
 
 TASKS = [{"prompt": f"say {i}", "want": "a"} for i in range(10)]
 PAIRS = [{"prompt": f"say {i}", "chosen": "aaa", "rejected": "bbbb"} for i in range(10)]

@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl import interrupts
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
-from mrl.recorded_run import RunResult
-from mrl.replay import replay
+from mrl.loop.recorded_run import RunResult
+from mrl.loop.replay import replay
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
+from mrl.system import interrupts
 from mrl.tracking.console import ConsoleTracker
 from tests.soak import rows_but
 

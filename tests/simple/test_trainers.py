@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.errors import ConfigError, DataError, ModelError, TrainingError
+from mrl.loop.recorded_run import RunResult
+from mrl.loop.report import read_curve
 from mrl.models import load_model
-from mrl.recorded_run import RunResult
-from mrl.report import read_curve
 from mrl.store.run import read_rows
 from tests.soak import but, rows_but
 

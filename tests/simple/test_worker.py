@@ -12,7 +12,7 @@ import pytest
 
 from mrl.backends import BACKENDS
 from mrl.backends.inline import InlineBackend, InlineHandle
-from mrl.recorded_run import RunResult
+from mrl.loop.recorded_run import RunResult
 from mrl.store.run import read_rows
 
 SECONDS: dict[str, float] = {}

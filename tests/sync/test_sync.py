@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mrl.actor.worker import ActorWorker
 from mrl.backends import Resources
 from mrl.backends.inline import InlineBackend
 from mrl.errors import EngineError, SyncError
 from mrl.sync import SYNC_METHODS
-from mrl.sync.checksum import _in_cache, checksum
-from mrl.sync.tensors import open_folder
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
-from mrl.workers.actor import ActorWorker
+from mrl.weights.checksum import _in_cache, checksum
+from mrl.weights.tensors import open_folder
 from mrl.workers.pool import PolicyClient
 from mrl.workers.rollout import RolloutWorker
 from tests.soak import rows_but

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mrl.actor.worker import ActorWorker
 from mrl.backends import Resources
 from mrl.backends.inline import InlineBackend, InlineHandle
-from mrl.engines.vllm import VLLMEngine
+from mrl.engines.vllm.engine import VLLMEngine
 from mrl.sync import SYNC_METHODS
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
-from mrl.workers.actor import ActorWorker
 from mrl.workers.pool import PolicyClient
 from mrl.workers.rollout import RolloutWorker
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from mrl import MRLTrainer
-from mrl.engines.vllm import VLLMEngine
+from mrl.engines.vllm.engine import VLLMEngine
 from mrl.errors import EngineDied
 from mrl.store.run import read_rows
 from mrl.types import Completion, GenerateRequest
-from tests.engines.vllm_processes import core_of, found, processes_of, shared_by
+from tests.engines.vllm.processes import core_of, found, processes_of, shared_by
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

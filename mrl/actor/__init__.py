@@ -1,0 +1,1 @@
+"""The worker that trains, and its parts."""

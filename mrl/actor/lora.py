@@ -1,0 +1,82 @@
+"""LoRA on the actor: adding an adapter, and reading the weights as if it were merged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.config import ModelConfig
+from mrl.errors import ConfigError
+from mrl.weights.hub_names import to_hub
+
+
+def add_lora(model: Any, config: ModelConfig) -> Any:
+    """Wrap `model` with a fresh adapter; only that trains. Raises ConfigError for what PEFT cannot adapt."""
+    from peft import get_peft_model
+
+    linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+    try:
+        return get_peft_model(model, lora_config(config))
+    except ValueError as error:
+        if "lora_dropout" in str(error):
+            raise ConfigError(
+                "lora_dropout: this model holds the experts of a layer in one tensor, which PEFT adapts only without "
+                f"dropout; use lora_dropout: 0, or lora_target_modules without them: {', '.join(linear)}"
+            ) from None
+        raise ConfigError(f"lora_target_modules: {error}. Linear layers of this model: {', '.join(linear)}") from None
+
+
+def lora_config(config: ModelConfig, task_type: str = "CAUSAL_LM") -> Any:
+    """The adapter that the options describe, as peft has it."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules or "all-linear",
+        task_type=task_type,
+    )
+
+
+@torch.no_grad()
+def merged_state_dict(model: Any) -> dict[str, Tensor]:
+    """The model's tensors under the module's own names, each adapted one with its adapter added.
+
+    The module itself is left as it is, so training goes on with the adapter apart. Without an adapter the tensors are
+    the live ones; with one, adapted ones are new.
+    """
+    if not hasattr(model, "get_base_model"):
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    base = model.get_base_model()
+    merged: dict[str, Tensor] = {}
+    for name, tensor in base.state_dict().items():
+        if ".lora_" in name:
+            continue
+        place, wrapped, parameter = name.partition(".base_layer.")
+        if not wrapped:
+            merged[name] = tensor.detach()
+            continue
+        parameter = parameter.replace("base_layer.", "")  # one wrapper around another, where each adapts a parameter
+        full, layer = tensor.detach(), base.get_submodule(place)
+        while hasattr(layer, "base_layer"):
+            if parameter == getattr(layer, "parameter_name", "weight"):
+                for adapter in layer.active_adapters:
+                    full = full + layer.get_delta_weight(adapter).to(full.dtype)
+            layer = layer.base_layer
+        merged[f"{place}.{parameter}"] = full
+    return merged
+
+
+@torch.no_grad()
+def public_state_dict(model: Any) -> dict[str, Tensor]:
+    """The same as `save_pretrained` would write it: under Hugging Face names. Contiguous."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {name: tensor.contiguous() for name, tensor in to_hub(inner, merged_state_dict(model)).items()}
+
+
+def adapts_parameters(model: Any) -> bool:
+    """Whether its adapter has parts for tensors that are no layer's weight, such as all experts' in one."""
+    return any(hasattr(module, "parameter_name") and hasattr(module, "base_layer") for module in model.modules())

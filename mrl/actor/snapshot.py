@@ -1,0 +1,119 @@
+"""What an actor's checkpoint holds: taken in one moment, written later, read back exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.actor.optimizer import load_optimizer
+from mrl.errors import CheckpointError, MRLError
+from mrl.store.checkpoints import SERVED
+
+GAP_PROBE = "trainer/gap_probe.json"
+"""File in a checkpoint."""
+
+
+@dataclass
+class Snapshot:
+    """The training state of one moment. `copied`: its tensors are its own, so that training may go on meanwhile."""
+
+    model: Any
+    tokenizer: Any
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    rng: dict[str, Any]
+    copied: bool
+    gap_probe: dict[str, Any] = field(default_factory=dict)
+    """What `GapProbe` knows of the versions up to now."""
+
+    def write(self, folder: Path, served: str | None = None) -> None:
+        """Write model, tokenizer, optimizer, schedule and RNG states into `folder`, and the file `served` as it is."""
+        self.model.save_pretrained(folder, state_dict=self.tensors)
+        self.tokenizer.save_pretrained(folder)
+        torch.save(self.optimizer, folder / "trainer" / "optimizer.pt")
+        torch.save(self.scheduler, folder / "trainer" / "scheduler.pt")
+        torch.save(self.rng, folder / "trainer" / "rng.pt")
+        (folder / GAP_PROBE).write_text(json.dumps(self.gap_probe))
+        if served is not None:
+            shutil.copyfile(served, folder / SERVED)
+
+
+def take_snapshot(model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, *, copy: bool) -> Snapshot:
+    """The state now; with `copy`, in host memory of its own."""
+    tensors, optimizer_state = dict(model.state_dict()), optimizer.state_dict()
+    rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state_all()
+    return Snapshot(
+        model,
+        tokenizer,
+        _copy(tensors, {}) if copy else tensors,
+        _copy(optimizer_state, {}) if copy else optimizer_state,
+        dict(scheduler.state_dict()),
+        rng,
+        copied=copy,
+    )
+
+
+def fits_in_memory_twice(model: Any, optimizer: Any) -> bool:
+    """Whether a copy of the training state leaves as much host memory free again."""
+    import psutil
+
+    tensors = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
+    size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    return bool(psutil.virtual_memory().available > 2 * size)
+
+
+def load_snapshot(folder: Path, model: Any, optimizer: Any, scheduler: Any, *, updates: int) -> None:
+    """Put a checkpoint's state into a freshly initialised actor. updates: of the optimizer until then.
+
+    The optimizer's options and the learning rate's course stay those of this configuration. Raises CheckpointError when
+    it is of another shape.
+    """
+    try:
+        _load_tensors(folder, model)
+        state = torch.load(folder / "trainer" / "optimizer.pt", weights_only=True)
+        load_optimizer(optimizer, scheduler, state, updates)
+        rng = torch.load(folder / "trainer" / "rng.pt", weights_only=True)
+    except (OSError, RuntimeError, ValueError, KeyError, MRLError) as error:
+        raise CheckpointError(f"{folder}: does not fit this model and configuration ({error})") from error
+    torch.set_rng_state(rng["cpu"])
+    if torch.cuda.is_available():
+        # On a machine with fewer devices the others' states are of no use; on one with more, those begin as they are.
+        for device, cuda_state in enumerate(rng.get("cuda", [])[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(cuda_state, device)
+
+
+def _load_tensors(folder: Path, model: Any) -> None:
+    if hasattr(model, "get_base_model"):
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        outcome: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+        if outcome.unexpected_keys:
+            raise ValueError(f"tensors of another adapter: {', '.join(outcome.unexpected_keys[:3])}")
+        return
+    from mrl.engines.transformers.weights import load_directory
+
+    load_directory(model, str(folder))
+
+
+def _copy(value: Any, seen: dict[int, Tensor]) -> Any:
+    """A copy in host memory; tensors that share memory share it in the copy too."""
+    if isinstance(value, Tensor):
+        if value.data_ptr() not in seen or seen[value.data_ptr()].shape != value.shape:
+            seen[value.data_ptr()] = value.detach().to("cpu", copy=True)
+        return seen[value.data_ptr()]
+    if isinstance(value, Mapping):
+        return {key: _copy(inner, seen) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(inner, seen) for inner in value]
+    return value

@@ -1,0 +1,346 @@
+"""The actor: it holds the policy that is trained, and takes one GRPO-family step at a time.
+
+A step's samples are cut into micro-batches, and each goes through the model as one line without padding, or where the
+model cannot, as right-padded rows (mrl.modeling.forward). Every sampled token's logprob comes from the hidden state
+before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import math
+import warnings
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mrl.actor.lora import adapts_parameters, add_lora, public_state_dict
+from mrl.actor.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
+from mrl.actor.objective import Objective, kl_estimator
+from mrl.actor.optimizer import check_offload, make_optimizer, make_scheduler
+from mrl.actor.publisher import Publisher
+from mrl.actor.snapshot import GAP_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
+from mrl.actor.step_metrics import StepMetrics
+from mrl.algorithms.kl import estimate_kl
+from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
+from mrl.errors import SyncError, TrainingError
+from mrl.mismatch.probe import Comparison, GapEvidence, GapProbe
+from mrl.modeling.compiled import CompiledLayers, try_compiled
+from mrl.modeling.fixed_order import fixed_order
+from mrl.modeling.forward import Forward, evaluating
+from mrl.modeling.liger import apply_liger, check_liger
+from mrl.modeling.rows import Rows, make_rows
+from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
+from mrl.store.checkpoints import STATE, write_checkpoint
+from mrl.system.environment import computing_environment
+from mrl.system.threads import submit
+from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
+from mrl.weights.hub_names import check_round_trip
+from mrl.weights.network import machine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+class ActorWorker:
+    """Trains the policy. Lives on any backend; everything it is given is plain data.
+
+    `total_steps` shapes the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        model: dict[str, Any],
+        training: dict[str, Any],
+        total_steps: int,
+        algorithm: dict[str, Any] | None = None,
+    ) -> None:
+        self.model_config = ModelConfig(**model)
+        self.config = TrainingConfig(**training)
+        self.algorithm = AlgorithmConfig(**(algorithm or {}))
+        self.objective = Objective(self.algorithm, self.config.num_iterations)
+        self.total_steps = total_steps
+        self.step = 0
+        self.skipped_in_a_row = 0
+        self.keep_gradient_norms = False
+        self.gradient_norms: dict[str, float] = {}
+        """Of each parameter, before clipping, in the last update; only while `keep_gradient_norms` is set."""
+        self.writing: Future[None] | None = None
+        self.publisher: Publisher | None = None
+
+    # --- what the orchestrator calls --------------------------------------------------------------------------------
+
+    def initialize(self) -> dict[str, Any]:
+        """Load the policy and build its optimizer. Returns facts about it. Raises ModelError."""
+        config = self.config
+        check_offload(config, pick_device(self.model_config.device))
+        check_liger(config, self.model_config, pick_device(self.model_config.device))
+        torch.manual_seed(derive_seed(config.seed, "actor"))
+        self.tokenizer = load_tokenizer(self.model_config)
+        self.model: PreTrainedModel = load_model(self.model_config)
+        check_round_trip(self.model)
+        self.device = next(self.model.parameters()).device
+        self.autocast_dtype = autocast_dtype(self.model_config, self.device)
+        if config.use_liger_kernel:
+            apply_liger(self.model)
+        self.reference = None
+        if self.model_config.use_lora:
+            self.model = add_lora(self.model, self.model_config)
+        elif self.algorithm.beta > 0:
+            # It shares the policy's configuration, which says by what function they attend.
+            shared = {id(self.model.config): self.model.config}
+            self.reference = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if self.model_config.use_lora:
+                self.model.enable_input_require_grads()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.parameters, config, self.device)
+        self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
+        self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
+        self.gap_probe = GapProbe(self.forward, self.algorithm.max_logprob_gap)
+        self.compiled: CompiledLayers | None = None
+        notices = self.forward.notices
+        if config.torch_compile:
+            with fixed_order(self.device):  # as it will run: under another switch it would be compiled again
+                self.compiled, problem = try_compiled(self.model, self.device)
+            notices = [*notices, problem] if problem else notices
+        self.dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
+        return {
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in self.parameters),
+            "device": str(self.device),
+            "forward_dtype": str(self.autocast_dtype or torch.float32).removeprefix("torch."),
+            "full_logits": self.forward.head is None,
+            "packing": self.forward.packs,
+            "compiled": self.compiled is not None,
+            "environment": computing_environment(self.device),
+            "notices": notices,
+        }
+
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        """One step on `batch`: `num_iterations` updates, none when it is empty. Returns its metrics.
+
+        Raises TrainingError after three updates in a row whose loss or gradient is not finite.
+        """
+        self.step += 1
+        torch.manual_seed(derive_seed(self.config.seed, "train", self.step))  # dropout
+        comparison = self.gap_probe.begin(self.model, batch.samples)
+        try:
+            return self._train_on(batch, comparison) if batch.samples else self._pass_over()
+        finally:
+            self.gap_probe.end()
+
+    def gap_evidence(self) -> GapEvidence | None:
+        """What the last step found out about its gap to the samplers; None where it was not above
+        `max_logprob_gap`."""
+        return self.gap_probe.evidence
+
+    def reference_logprobs(self, samples: list[Sample], temperature: float) -> list[list[float]]:
+        """Logprobs of the samples' tokens under the policy before training, for `Sample.reference_logprobs`; 0 where
+        the policy did not sample. May run while the samples are being scored."""
+        logprobs: list[list[float]] = [[] for _ in samples]
+        if not samples:
+            return logprobs
+        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        for index in self._micro_batches(samples):
+            for row, values in zip(index, self._reference_logprobs(rows.take(index)).tolist(), strict=True):
+                logprobs[row] = values[: len(samples[row].completion_ids)]
+        return logprobs
+
+    def reference_kl(self, samples: list[Sample], temperature: float) -> list[float]:
+        """KL to the reference model of each sample, in nats: the sum of the estimates at its sampled tokens."""
+        kl = [0.0] * len(samples)
+        if not samples:
+            return kl
+        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        for index in self._micro_batches(samples):
+            part = rows.take(index)
+            reference_BT = self._reference_logprobs(part) if part.ref_logprobs_BT is None else part.ref_logprobs_BT
+            kl_BT = estimate_kl(self._logprobs(self.model, part)[0], reference_BT, kl_estimator(self.algorithm))
+            sums_B = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(dim=1, dtype=torch.float64)
+            for row, value in zip(index, sums_B.tolist(), strict=True):
+                kl[row] = value
+        return kl
+
+    def get_weights(self) -> dict[str, Tensor]:
+        """The policy's tensors under their Hugging Face names, adapters merged; detached, not copied where possible."""
+        return public_state_dict(self.model)
+
+    def host(self) -> str:
+        """The machine it is on."""
+        return machine()
+
+    def share_module(self, version: int) -> WeightRef:
+        """The live module itself, for workers in this process. An adapter stays active in it. Raises SyncError."""
+        if adapts_parameters(self.model):
+            raise SyncError(
+                "weight_sync_method: direct shares the module between threads, and PEFT rebuilds layers of experts in "
+                "every pass through their adapter; use weight_sync_method: reload, or lora_target_modules without the "
+                "experts' layers"
+            )
+        self.gap_probe.published(self.model, version, shared=True)
+        return WeightRef(version, module=self.model)
+
+    def write_weights(self, folder: str, version: int, how: str = "files", **options: Any) -> WeightRef:
+        """Write the policy for rollout workers to load, by a method of `mrl.actor.publisher`. Raises SyncError."""
+        if self.publisher is None:
+            self.publisher = Publisher(self.model, self.tokenizer)
+        ref: WeightRef = getattr(self.publisher, how)(Path(folder), version, **options)
+        if how != "last_whole":  # which writes once more what was published before
+            self.gap_probe.published(self.model, version)
+        return ref
+
+    def save_checkpoint(
+        self, path: str, state: dict[str, Any], *, beside: bool = False, served: str | None = None
+    ) -> None:
+        """Write a checkpoint: a Hugging Face model folder (LoRA: an adapter's) with what training goes on from.
+
+        state: the orchestrator's part, plain data. beside: write it on a thread of its own from a copy, where memory
+        allows; `finish_checkpoint` then waits and says how it went. served: file with the rollout workers' weights,
+        where they are not these. Raises CheckpointError; `path` is whole or absent.
+        """
+        self.finish_checkpoint()
+        copy = beside and served is None and fits_in_memory_twice(self.model, self.optimizer)
+        snapshot = take_snapshot(self.model, self.tokenizer, self.optimizer, self.scheduler, copy=copy)
+        snapshot.gap_probe = self.gap_probe.state()
+        full_state = {**state, "actor": {"step": self.step, "skipped_in_a_row": self.skipped_in_a_row}}
+        if not copy:
+            write_checkpoint(Path(path), lambda folder: snapshot.write(folder, served), full_state)
+            return
+        write = functools.partial(write_checkpoint, Path(path), snapshot.write, full_state)
+        self.writing = submit(write, "mrl-checkpoint", daemon=False)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written. Raises CheckpointError when it could not be."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
+
+    def load_checkpoint(self, path: str) -> None:
+        """Go on from a checkpoint of this configuration. Call after `initialize`. Raises CheckpointError.
+
+        The reference model stays the one that `initialize` loaded: the policy before training.
+        """
+        actor_state = json.loads((Path(path) / STATE).read_text())["actor"]
+        # The schedule goes on in steps without an update, too.
+        updates = actor_state["step"] * self.config.num_iterations
+        load_snapshot(Path(path), self.model, self.optimizer, self.scheduler, updates=updates)
+        self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
+        if (probe := Path(path) / GAP_PROBE).exists():  # older checkpoints have none
+            self.gap_probe.load_state(json.loads(probe.read_text()))
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if self.writing is not None:
+            wait([self.writing])
+        if self.publisher is not None:
+            self.publisher.close()
+
+    # --- one update -------------------------------------------------------------------------------------------------
+
+    def _train_on(self, batch: TrainBatch, comparison: Comparison) -> dict[str, float]:
+        rows = make_rows(batch, self.device, comparison.version)
+        micro_batches = self._micro_batches(batch.samples)
+        entropy_BT = None
+        if self.objective.needs_entropies or self.dropout:
+            rows.old_logprobs_BT, entropy_BT = self._old_policy(rows, micro_batches)
+        self.objective.prepare(rows, batch, entropy_BT)
+        parts = [rows.take(index) for index in micro_batches]
+        for part in parts:
+            if self.objective.kl_in_loss and part.ref_logprobs_BT is None:
+                part.ref_logprobs_BT = self._reference_logprobs(part)
+        metrics = StepMetrics(comparison.moved)
+        for _ in range(self.config.num_iterations):
+            self._update(parts, metrics)
+        return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
+
+    def _update(self, parts: list[Rows], metrics: StepMetrics) -> None:
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        with fixed_order(self.device), self.compiled.active() if self.compiled else contextlib.nullcontext():
+            for part in parts:
+                part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
+                part_loss.backward()
+                loss += part_loss.item()
+        for part in parts:  # the policy before the first update is what that update's own pass has shown
+            if part.old_logprobs_BT is None:
+                part.old_logprobs_BT = part.new_logprobs_BT
+        self.gap_probe.examine(self.model, parts, metrics.unexplained_gap())
+        if self.keep_gradient_norms:
+            named = ((name, p.grad) for name, p in self.model.named_parameters())
+            self.gradient_norms = {name: grad.norm().item() for name, grad in named if grad is not None}
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm).item()
+        self.model.eval()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            self.optimizer.step()
+        self._advance_schedule()
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics.update(loss, grad_norm, skipped=not finite)
+        self._watch_for_divergence(finite, loss, grad_norm)
+
+    def _pass_over(self) -> dict[str, float]:
+        """A step that teaches nothing: no update, but the schedule goes on."""
+        for _ in range(self.config.num_iterations):
+            self._advance_schedule()
+        rate = float(self.scheduler.get_last_lr()[0])
+        return {"train/tokens": 0.0, "train/updates_skipped": 0.0, "train/learning_rate": rate}
+
+    def _advance_schedule(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns when the first update was skipped
+            self.scheduler.step()
+
+    def _watch_for_divergence(self, finite: bool, loss: float, grad_norm: float) -> None:
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"{self.skipped_in_a_row} updates in a row had no finite loss or gradient (loss {loss}, gradient norm "
+                f"{grad_norm}). Lower learning_rate (now {self.config.learning_rate}) or max_grad_norm (now "
+                f"{self.config.max_grad_norm}), and look at train/ratio_max and train/logprob_gap_max before it."
+            )
+
+    # --- forward passes ---------------------------------------------------------------------------------------------
+
+    def _forward(self, model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of the tokens the policy sampled, at the sampler's temperature; B×T, 0 elsewhere."""
+        logprobs_BT, entropy_BT = self.forward.logprobs(model, rows, entropy_grad=self.objective.entropy_grad)
+        rows.new_logprobs_BT = logprobs_BT.detach()
+        return logprobs_BT, entropy_BT
+
+    @torch.no_grad()
+    def _logprobs(self, model: Any, rows: Rows, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
+        with evaluating(model):
+            return self.forward.logprobs(model, rows, entropy=entropy)
+
+    def _old_policy(self, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of the whole batch before its first update; B×T each."""
+        logprobs_BT, entropy_BT = torch.zeros_like(rows.mask_BT), torch.zeros_like(rows.mask_BT)
+        for index in micro_batches:
+            part = rows.take(index)
+            place = (torch.tensor(index, device=self.device), slice(part.mask_BT.shape[1]))
+            logprobs_BT[place], entropy_BT[place] = self._logprobs(self.model, part, entropy=True)
+        return logprobs_BT, entropy_BT
+
+    def _reference_logprobs(self, rows: Rows) -> Tensor:
+        if self.reference is not None:
+            return self._logprobs(self.reference, rows)[0]
+        with self.model.disable_adapter():  # type: ignore[operator]
+            return self._logprobs(self.model, rows)[0]
+
+    def _micro_batches(self, samples: list[Sample]) -> list[list[int]]:
+        if self.config.gradient_accumulation_steps > 1:
+            return by_count(samples, self.config.gradient_accumulation_steps)
+        default = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
+        most = self.config.max_tokens_per_micro_batch or default
+        return by_tokens(samples, most, shared_prompts=self.forward.packs)

@@ -1,0 +1,103 @@
+"""What waits to be decoded by the `transformers` engine, and how much of it goes beside what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mrl.types import GenerateRequest
+
+if TYPE_CHECKING:
+    from mrl.engines.transformers.decode_calls import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what is in memory at once."""
+
+    max_model_len: int
+    """Prompt and completion tokens of one request."""
+    max_batch_tokens: int
+    """Rows x longest possible length of those that decode together."""
+    max_rows: int
+    """Rows that decode together; each has logits over the whole vocabulary."""
+    prefill_tokens: int
+    """Prompts x longest prompt of one prefill forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What was sampled of a completion before its decoding was interrupted."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
+    """[version, first token] spans."""
+
+    def spans(self, version: int) -> list[list[int]]:
+        """The spans when it goes on under `version`."""
+        if self.versions and self.versions[-1][0] == version:
+            return self.versions
+        return [*self.versions, [version, len(self.ids)]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request with its place in its call, the tokens it may sample in all, and what it has already."""
+
+    call: Call
+    index: int
+    request: GenerateRequest
+    max_new: int
+    begun: Begun
+    tokens: tuple[int, ...]
+    """The prompt and what was begun: what has to be in the cache before it goes on."""
+
+    @property
+    def reach(self) -> int:
+        """Tokens it may come to, with its prompt."""
+        return len(self.request.prompt_ids) + self.max_new
+
+    def going_on(self, begun: Begun) -> Job:
+        """The same, with so much sampled already."""
+        tokens = (*self.request.prompt_ids, *begun.ids)
+        return Job(self.call, self.index, self.request, self.max_new, begun, tokens)
+
+
+def jobs_of(call: Call, max_model_len: int) -> list[Job]:
+    """What there is to do for a call."""
+    jobs = []
+    for index, request in enumerate(call.requests):
+        max_new = min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
+        jobs.append(Job(call, index, request, max_new, Begun(), request.prompt_ids))
+    return jobs
+
+
+def in_order(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs with equal tokens adjacent, longest first: later ones then fit into columns that are there."""
+    groups: dict[tuple[int, ...], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.tokens, []).append(job)
+    return [job for tokens in sorted(groups, key=len, reverse=True) for job in groups[tokens]]
+
+
+def first_that_fit(queue: Iterable[Job], running: Sequence[Job], limits: Limits, *, one_prefill: bool) -> list[Job]:
+    """The first of the queue, as many as fit beside the running ones; at least one where nothing runs.
+
+    one_prefill: their distinct prompts must also fit one prefill forward (caches whose rows cannot be replaced).
+    """
+    jobs: list[Job] = []
+    prompts: set[tuple[int, ...]] = set()
+    reach, longest = max((job.reach for job in running), default=0), 0
+    for job in queue:
+        rows, reach = len(running) + len(jobs) + 1, max(reach, job.reach)
+        prompts.add(job.tokens)
+        longest = max(longest, len(job.tokens))
+        fits = rows <= limits.max_rows and rows * reach <= limits.max_batch_tokens
+        if one_prefill:
+            fits &= len(prompts) * longest <= limits.prefill_tokens
+        if not fits and rows > 1:
+            break
+        jobs.append(job)
+    return jobs

@@ -1,0 +1,89 @@
+"""The ways to take one decoding step: what a batch of rows asks of them, and the one whose cache grows.
+
+`eager` calls the model on a cache of exactly the columns in use. `static` (mrl.engines.transformers.static_step) calls it on a cache
+of fixed size, so that a step is the same sequence of kernels each time and can be recorded once and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from mrl.engines.transformers.kv_cache import GrowingCache, select_rows
+
+if TYPE_CHECKING:
+    from mrl.engines.transformers.model import CausalLM
+    from mrl.engines.transformers.prefill import Prefilled
+
+StepKind = Literal["auto", "eager", "static"]
+"""`auto`: static on CUDA where the model allows it, else eager."""
+
+
+class DecodeStep(Protocol):
+    """Keys and values of B rows, and the model's next step on them. Rows that ended stay until replaced or dropped."""
+
+    def clear(self) -> None:
+        """Forget every row: the next `put` begins a batch."""
+
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+        """Row `slots_N[n]` becomes the part's prompt `index_N[n]`.
+
+        rows: how many rows there are afterwards. room: tokens that will follow, at a guess. reach: most tokens any row
+        may come to.
+        """
+
+    def measure(self, lengths: Collection[int]) -> None:
+        """Told after rows came or went: the tokens that each running row holds, without the one just sampled."""
+
+    def forward(self, token_B: Tensor, length_B: Tensor) -> Tensor:
+        """Logits [B, V] after one more token per row. length_B: each row's tokens with it; of a row that ended any."""
+
+    def keep(self, kept_N: Tensor) -> None:
+        """Keep the rows at `kept_N`, in that order."""
+
+
+class EagerStep:
+    """A `DecodeStep` on the model's own cache, or on `GrowingCache`: all rows end at the same column."""
+
+    def __init__(self, lm: CausalLM, max_model_len: int) -> None:
+        self.lm, self.max_model_len = lm, max_model_len
+        self.cache: Cache
+        self.columns = 0
+        """Of the cache that are in use; the rows end at the last one."""
+        self.padded = False
+        """Whether some row begins after the first one."""
+
+    def clear(self) -> None:
+        self.cache = self.lm.new_cache()
+
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+        length = max(map(len, part.prompts))
+        if isinstance(part.cache, GrowingCache):
+            assert isinstance(self.cache, GrowingCache)
+            self.cache.put(slots_N, rows, part.cache, index_N, length, room)
+        else:
+            self.cache, self.columns = part.cache, length
+            select_rows(self.cache, index_N)
+
+    def measure(self, lengths: Collection[int]) -> None:
+        if isinstance(self.cache, GrowingCache):
+            self.columns = max(lengths)
+            self.cache.keep_columns(self.columns)
+        self.padded = set(lengths) != {self.columns}
+
+    def forward(self, token_B: Tensor, length_B: Tensor) -> Tensor:
+        self.columns += 1
+        seen_BL: Tensor | None = None
+        if self.padded:
+            columns_L = torch.arange(self.columns, device=token_B.device)
+            seen_BL = columns_L >= (self.columns - length_B)[:, None]
+        # A row that ended runs along until it is replaced or dropped; its position must stay one the model has.
+        position_B1 = (length_B - 1).clamp(max=self.max_model_len - 1)[:, None]
+        return self.lm.forward(token_B[:, None], position_B1, seen_BL, self.cache, keep=1)[:, 0]
+
+    def keep(self, kept_N: Tensor) -> None:
+        select_rows(self.cache, kept_N)

@@ -1,0 +1,232 @@
+"""Engine `transformers`: samples from a Hugging Face causal language model with a decode loop of its own.
+
+It needs nothing but torch and transformers, runs on any of their devices, and can sample from the very module the actor
+trains, which makes weight sync free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from mrl.engines.requests import check_request, check_sequence, eos_ids
+from mrl.engines.transformers.decode import decode
+from mrl.engines.transformers.decode_calls import Call, DecodeThread
+from mrl.engines.transformers.decode_queue import Job, Limits, jobs_of
+from mrl.engines.transformers.decode_step import StepKind
+from mrl.engines.transformers.model import CausalLM
+from mrl.engines.transformers.score import score
+from mrl.engines.transformers.stop_strings import StopStrings
+from mrl.engines.transformers.weights import load_directory
+from mrl.errors import EngineError, SyncError
+from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer
+from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
+from mrl.weights.hub_names import to_hub
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from mrl.config import ModelConfig
+
+
+class TransformersEngine:
+    """One policy in this process, on the model's device.
+
+    model: a loaded causal language model, possibly wrapped by PEFT, possibly the actor's own. It is switched to
+        evaluation while it is used and back afterwards; the actor must not train it at the same time.
+    tokenizer: for stop strings and its end-of-sequence id; `None` if neither is needed.
+    max_model_len: tokens of prompt and completion together; a completion that reaches it ends with reason "length".
+    max_batch_tokens: rows x longest possible length decoded together. Default: what a quarter of the machine's memory
+        (half of the GPU's) holds of this model's keys and values, at most 2**20.
+    max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
+        GPU) words. Neither bound changes what is sampled.
+    continuous: requests of different calls decode together, whenever they come; otherwise calls wait for each other.
+    autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
+    decode_step: `eager` (a cache that grows), `static` (one of fixed size; on CUDA recorded as CUDA graphs), or `auto`:
+        static on CUDA, for models that can.
+    version: the policy version the model holds now.
+
+    Raises EngineError when the model cannot be served: see `CausalLM`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        max_model_len: int,
+        max_batch_tokens: int | None = None,
+        max_rows: int | None = None,
+        continuous: bool = False,
+        autocast_dtype: torch.dtype | None = None,
+        decode_step: StepKind = "auto",
+        version: int = 0,
+    ) -> None:
+        if max_model_len < 2:
+            raise EngineError(f"max_model_len={max_model_len} leaves no room for a prompt and a completion token")
+        self.version = version
+        self._stop_strings = StopStrings(tokenizer)
+        self._max_model_len = max_model_len
+        self._autocast_dtype, self._decode_step = autocast_dtype, decode_step
+        self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype, decode_step)
+        self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
+        self._eos_ids = _eos_ids(self._lm, tokenizer)
+        self.capacity = self._limits.max_rows if continuous else None
+        self._thread = DecodeThread(self._decode, self._jobs, continuous=continuous)
+
+    @classmethod
+    def create(cls, config: ModelConfig, module: nn.Module | None = None, *, continuous: bool = False) -> Self:
+        """An engine for the configured model at version 0, around `module` if that is given.
+
+        Raises ModelError when the model or tokenizer cannot be loaded, EngineError when the model cannot be served.
+        """
+        model = load_model(config) if module is None else module
+        device = next(model.parameters()).device
+        return cls(
+            model,
+            load_tokenizer(config),
+            max_model_len=context_length(model.config, config.max_model_len),
+            max_rows=config.max_decode_rows,
+            continuous=continuous,
+            autocast_dtype=autocast_dtype(config, device),
+            decode_step=config.decode_step,
+        )
+
+    async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+        """Sample one completion per request, in the order of the requests.
+
+        Stops at the model's end-of-sequence ids, `stop_token_ids` (both kept as last token), `stop` strings, or
+        `max_tokens` / `max_model_len` (reason "length"). Raises EngineError, naming the request, for a prompt that is
+        empty, too long or outside the vocabulary, for impossible sampling parameters, and for logits that are not
+        finite.
+        """
+        call = self._thread.submit(requests)
+        try:
+            return await asyncio.wrap_future(call.answer)
+        except asyncio.CancelledError:
+            call.cancelled = True
+            raise
+
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
+        """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p).
+
+        Raises EngineError for an empty prompt, ids outside the vocabulary, a sequence beyond `max_model_len`, or a
+        temperature that is not above 0.
+        """
+
+        def run() -> list[list[float]]:
+            lm = self._model
+            for number, sequence in enumerate(sequences):
+                check_sequence(number, sequence, self._max_model_len, lm.vocab_size)
+            with lm.inference():
+                return score(lm, sequences, self._limits.prefill_tokens)
+
+        found: list[list[float]] = await asyncio.wrap_future(self._thread.errand(run))
+        return found
+
+    def load_weights(self, ref: WeightRef) -> int:
+        """Make `ref` the active policy and return its version.
+
+        A module is adopted as it is, without a copy. A directory of safetensors is copied into the module the engine
+        holds, whoever else uses it. What is being decoded stops between two tokens, and goes on with the new weights
+        and keys and values recomputed under them; its completions then carry a version per token. Raises SyncError; the
+        old weights then stay whole.
+        """
+
+        def load() -> int:
+            lm = self._model
+            if ref.module is not None:
+                self._adopt(ref.module)
+            elif ref.path is not None:
+                load_directory(lm.module, ref.path)
+            else:
+                raise SyncError(f"the reference to version {ref.version} has neither a module nor a path")
+            self.version = ref.version
+            return self.version
+
+        try:
+            return int(self._thread.errand(load, urgent=True).result())
+        except EngineError as error:
+            raise SyncError(f"weights of version {ref.version} could not be loaded: {error}") from error
+
+    async def sampled_tokens(self) -> int:
+        """Tokens sampled so far; while a batch decodes on an accelerator, a few more than its completions will have."""
+        return self._thread.sampled
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Its tensors by their Hugging Face names, tied ones under each name: the live ones, but for what files have in
+        other shapes. EngineError with a PEFT adapter, whose merged tensors exist nowhere."""
+        if self._lm is None:
+            raise EngineError("the engine is closed")
+        if self._lm.inner is not self._lm.module:
+            raise EngineError("a model with a PEFT adapter has no tensors of its merged weights to show")
+        inner = self._lm.inner
+        return to_hub(inner, {name: tensor.detach() for name, tensor in inner.state_dict().items()})
+
+    def close(self) -> None:
+        """End running calls with EngineError, then let go of model and thread. Calling it twice is allowed."""
+        self._thread.close()
+        self._lm = None
+
+    def _adopt(self, module: nn.Module) -> None:
+        assert self._lm is not None
+        if module is self._lm.module:
+            return
+        try:
+            self._lm = CausalLM(module, self._max_model_len, self._autocast_dtype, self._decode_step)
+        except EngineError as e:
+            raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
+
+    def _jobs(self, call: Call) -> list[Job]:
+        for request in call.requests:
+            check_request(request, self._max_model_len, self._model.vocab_size)
+        return jobs_of(call, self._max_model_len)
+
+    def _decode(self, jobs: list[Job], calls: DecodeThread) -> list[Job]:
+        lm = self._model
+        with lm.inference():
+            return decode(
+                lm,
+                jobs,
+                calls,
+                limits=self._limits,
+                eos_ids=self._eos_ids,
+                stop_strings=self._stop_strings,
+                version=self.version,
+            )
+
+    @property
+    def _model(self) -> CausalLM:
+        if self._lm is None:
+            raise EngineError("the engine is closed")
+        return self._lm
+
+
+def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None, max_rows: int | None) -> Limits:
+    """Derived from total and not from free memory, so that the same machine batches alike in every run."""
+    if max_batch_tokens is not None and max_batch_tokens < max_model_len:
+        raise EngineError(f"max_batch_tokens={max_batch_tokens} is less than max_model_len={max_model_len}")
+    if max_rows is not None and max_rows < 1:
+        raise EngineError(f"max_rows={max_rows}: at least one completion has to be decoded at a time")
+    on_gpu = lm.device.type == "cuda"
+    if on_gpu:
+        memory = torch.cuda.get_device_properties(lm.device).total_memory // 2
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    default = max(max_model_len, min(1 << 20, memory // lm.cache_bytes_per_token))
+    return Limits(
+        max_model_len=max_model_len,
+        max_batch_tokens=max_batch_tokens or default,
+        max_rows=max_rows or max(1, (1 << 29 if on_gpu else 1 << 27) // lm.vocab_size),
+        prefill_tokens=max(max_model_len, 1 << 15 if on_gpu else 1 << 13),
+    )
+
+
+def _eos_ids(lm: CausalLM, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """End-of-sequence ids of the generation config, the model's config and the tokenizer together."""
+    generation_config = getattr(lm.inner, "generation_config", None)
+    return eos_ids((generation_config, lm.config, lm.config.get_text_config(decoder=True), tokenizer))

@@ -1,0 +1,121 @@
+"""A decoding step that is the same sequence of kernels each time, recorded once per size and replayed.
+
+Rows and columns are rounded up to few sizes. The first steps of a size run as they are, which warms up what libraries
+set up lazily; then one is recorded, and what follows are replays. On CUDA the recorder makes CUDA graphs
+(mrl.engines.transformers.cuda_graphs). Without one the step is called directly: the same operations on the same memory.
+
+Sampling stays outside: its filters depend on the requests. A layer with a sliding window looks at all columns in use
+and masks what its window leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from mrl.engines.transformers.kv_cache import GrowingCache
+from mrl.engines.transformers.static_cache import StaticCache
+
+if TYPE_CHECKING:
+    from mrl.engines.transformers.model import CausalLM
+    from mrl.engines.transformers.prefill import Prefilled
+
+WARM_UP_STEPS = 3
+"""Steps of a size before it is recorded: a recording has to pay, and a size that is soon left needs none."""
+
+MIN_COLUMNS = 64
+"""Fewest columns that are looked at; a multiple of 8, as attention kernels want their masks."""
+
+
+class Recorder(Protocol):
+    """Turns a call into one that can be repeated without Python: with every number in it frozen, on the same memory."""
+
+    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
+        """Call it in the surroundings in which it will be recorded."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The repeatable call. Raises RuntimeError when `run` does what cannot be recorded."""
+
+
+class StaticStep:
+    """A `DecodeStep` on a `StaticCache`. Lives as long as one batch is decoded, as recordings hold addresses of weights
+    (under autocast, of their copies) that another update may move."""
+
+    def __init__(self, lm: CausalLM, max_model_len: int) -> None:
+        assert lm.windows is not None
+        self.lm, self.max_model_len = lm, max_model_len
+        self.cache = StaticCache(len(lm.windows), lm.device)
+        self.recorder = lm.new_recorder()
+        self.ids_R = torch.zeros(0, dtype=torch.int64, device=lm.device)
+        self.logits_RV = torch.zeros(0, lm.vocab_size, device=lm.device)
+        """One memory for the results of all recordings: each would keep its own."""
+        self.columns = 0
+        """Tokens of the longest row that runs."""
+        self.warm: dict[tuple[int, int], int] = {}
+        """Steps taken so far at a size that is not recorded yet."""
+        self.recorded: dict[tuple[int, int], Callable[[], Tensor]] = {}
+
+    def clear(self) -> None:
+        """Nothing to do: buffers stay, with the recordings that point to them."""
+
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+        assert isinstance(part.cache, GrowingCache)
+        if not self.cache.fits(rows, reach):
+            self.recorded, self.warm = {}, {}  # they write into the old buffers
+            self.cache.resize(rows, -(-reach // 8) * 8, like=part.cache)
+            self.logits_RV = part.logits_PV.new_zeros(self.cache.rows, part.logits_PV.shape[1])
+            self.ids_R = torch.zeros(self.cache.rows, dtype=torch.int64, device=self.lm.device)
+        lengths_P = torch.tensor([len(prompt) for prompt in part.prompts], device=self.lm.device)
+        self.cache.put(slots_N, part.cache, index_N, lengths_P[index_N], max(map(len, part.prompts)))
+
+    def measure(self, lengths: Collection[int]) -> None:
+        self.columns = max(lengths)
+
+    def forward(self, token_B: Tensor, length_B: Tensor) -> Tensor:
+        """See `DecodeStep.forward`. The result is overwritten by the next step."""
+        self.columns += 1
+        batch = len(token_B)
+        rows = min(size_for(batch), self.cache.rows)
+        room = min(max(size_for(self.columns), MIN_COLUMNS), self.cache.capacity)
+        self.ids_R[:batch] = token_B
+        # Rows that ended run along: they may write what they want into their own last column.
+        self.cache.positions_R[:batch] = (length_B - 1).clamp(max=min(self.max_model_len, room) - 1)
+        self.cache.positions_R[batch:rows] = 0
+        self.cache.room = room
+        return self._run(rows, room)[:batch]
+
+    def keep(self, kept_N: Tensor) -> None:
+        self.cache.keep(kept_N)
+
+    def _run(self, rows: int, room: int) -> Tensor:
+        size = (rows, room)
+        if size in self.recorded:
+            return self.recorded[size]()
+
+        def run() -> Tensor:
+            logits_RV = self.lm.step(self.ids_R[:rows], self.cache.positions_R[:rows], room, self.cache)
+            return self.logits_RV[:rows].copy_(logits_RV)
+
+        if self.recorder is None:
+            return run()
+        self.warm[size] = self.warm.get(size, 0) + 1
+        if self.warm[size] <= WARM_UP_STEPS:
+            return self.recorder.warm_up(run)
+        try:
+            self.recorded[size] = self.recorder.record(run)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.lm.refuse_recording(error)
+            self.recorder = None
+            return run()
+        return self.recorded[size]()
+
+
+def size_for(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24 …: at most half too much, and few enough to record each."""
+    power = 1 << max(0, count - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power

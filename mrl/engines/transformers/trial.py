@@ -1,0 +1,157 @@
+"""Which way of running a model is right for it: the fastest whose logits are those of plain forwards, by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from mrl.engines.transformers.kv_cache import GrowingCache
+from mrl.engines.transformers.prefill import Prefilled
+from mrl.engines.transformers.static_step import StaticStep
+from mrl.modeling.attention import REPLACED, install
+
+if TYPE_CHECKING:
+    from mrl.engines.transformers.model import CausalLM, Path
+
+_LENGTHS = (6, 9, 4)
+"""Prompts of the trial: two beside each other, and one that takes the place of the first."""
+
+
+def fastest_path(lm: CausalLM) -> Path:
+    """Try the ways to run `lm`, the fastest first; "model's cache" is not tried, since it is the model's own.
+
+    A model whose plain logits are not finite proves nothing: it gets the fastest, and an error when it generates.
+    """
+    windows = None if lm.windows is None else set(lm.windows)
+    positions = getattr(lm.text_config, "max_position_embeddings", None)
+    if windows is None or len(windows - {None}) > 1 or (isinstance(positions, int) and positions < max(_LENGTHS) + 2):
+        return "model's cache"
+    candidates: list[Path] = []
+    before = lm.text_config._attn_implementation
+    if before in REPLACED and getattr(lm.inner, "_supports_attention_backend", False):
+        if lm.lean is not None and windows == {None}:
+            candidates.append("own steps")
+        candidates.append("own masks")
+    if windows == {None}:
+        candidates.append("model's masks")
+    expected = _plain_logits(lm) if candidates else []
+    finite = all(bool(logits.isfinite().all()) for logits in expected)
+    for path in candidates:
+        lm.path = path
+        if path in ("own steps", "own masks"):
+            install(lm.text_config)
+        if not finite or _agrees(lm, expected, _walk):
+            return path
+        lm.text_config._attn_implementation = before
+    return "model's cache"
+
+
+def takes_static_steps(lm: CausalLM) -> bool:
+    """Whether steps on a cache of fixed size, which change neither shapes nor Python numbers, give those logits too."""
+    path = lm.path
+    if path not in ("own steps", "own masks"):
+        return False
+    expected = _plain_logits(lm)
+    lm.path = path
+    return not all(bool(logits.isfinite().all()) for logits in expected) or _agrees(lm, expected, _static_walk)
+
+
+def _sequences(lm: CausalLM) -> list[list[int]]:
+    """Each prompt with two more tokens. No random numbers: loading a model must not move the caller's generator."""
+    return [[(17 + 31 * row + 7919 * t) % lm.vocab_size for t in range(n + 2)] for row, n in enumerate(_LENGTHS)]
+
+
+def _plain_logits(lm: CausalLM) -> list[Tensor]:
+    """Logits after every token of each sequence, [T, V], without cache, mask or neighbours."""
+    lm.path = "model's cache"
+    with lm.inference():
+        return [
+            lm.inner(input_ids=torch.tensor([ids], device=lm.device), use_cache=False).logits[0].float()
+            for ids in _sequences(lm)
+        ]
+
+
+Walked = list[tuple[int, int, Tensor]]
+"""(sequence, its last token's place, logits [V] after it) along the way."""
+
+
+def _agrees(lm: CausalLM, expected: Sequence[Tensor], walk: Callable[[CausalLM], Walked]) -> bool:
+    """Whether ragged prompts, decoding and a replaced row give the logits of plain forwards."""
+    exact = lm.inner.dtype == torch.float32 and lm.autocast_dtype is None
+    scale = max(float(logits.abs().max()) for logits in expected)
+    tolerance = (1e-3 if exact else 5e-2) * scale
+    try:
+        with lm.inference():
+            pairs = walk(lm)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
+        return False  # it does not take such masks, or such a cache
+    return all(bool(((got - expected[row][at]).abs() <= tolerance).all()) for row, at, got in pairs)
+
+
+def _walk(lm: CausalLM) -> Walked:
+    """With the cache that grows."""
+    ids = _sequences(lm)
+    short, long, third = _LENGTHS
+    cache, pairs = cast(GrowingCache, lm.new_cache()), []
+
+    def run(
+        tokens_BT: list[list[int]], real_BL: list[list[int]] | None, first_B: list[int], into: GrowingCache
+    ) -> Tensor:
+        tokens = torch.tensor(tokens_BT, device=lm.device)
+        positions = torch.tensor(first_B, device=lm.device)[:, None] + torch.arange(tokens.shape[1], device=lm.device)
+        real = None if real_BL is None else torch.tensor(real_BL, dtype=torch.bool, device=lm.device)
+        return lm.forward(tokens, positions.clamp(min=0), real, into, keep=1)[:, 0].float()
+
+    padding = long - short
+    prompts = [[0] * padding + ids[0][:short], ids[1][:long]]
+    logits = run(prompts, [[0] * padding + [1] * short, [1] * long], [-padding, 0], cache)
+    pairs += [(0, short - 1, logits[0]), (1, long - 1, logits[1])]
+
+    seen = [[0] * padding + [1] * (short + 1), [1] * (long + 1)]
+    logits = run([[ids[0][short]], [ids[1][long]]], seen, [short, long], cache)
+    pairs += [(0, short, logits[0]), (1, long, logits[1])]
+
+    part = cast(GrowingCache, lm.new_cache())
+    logits = run([ids[2][:third]], None, [0], part)
+    pairs.append((2, third - 1, logits[0]))
+    first = torch.zeros(1, dtype=torch.int64, device=lm.device)
+    cache.put(first, 2, part, first, third, room=1)
+    padding = long + 1 - third
+    seen = [[0] * padding + [1] * (third + 1), [1] * (long + 2)]
+    logits = run([[ids[2][third]], [ids[1][long + 1]]], seen, [third, long + 1], cache)
+    return [*pairs, (2, third, logits[0]), (1, long + 1, logits[1])]
+
+
+def _static_walk(lm: CausalLM) -> Walked:
+    """With the cache of fixed size: each row at its own column."""
+    ids, (short, long, third) = _sequences(lm), _LENGTHS
+    step = StaticStep(lm, max(_LENGTHS) + 2)
+    pairs: Walked = []
+
+    def put(row: int, slot: int) -> None:
+        prompt = tuple(ids[row][: _LENGTHS[row]])
+        cache = cast(GrowingCache, lm.new_cache())
+        positions = torch.arange(len(prompt), device=lm.device)[None]
+        logits_PV = lm.forward(torch.tensor([prompt], device=lm.device), positions, None, cache, keep=1)[:, 0]
+        index = torch.zeros(1, dtype=torch.int64, device=lm.device)
+        step.put(Prefilled([prompt], cache, logits_PV), index, index + slot, 2, room=2, reach=long + 2)
+
+    def forward(rows: list[int], lengths: list[int]) -> None:
+        """lengths: of each row's sequence, with the token that is given to the step."""
+        tokens = [ids[row][length - 1] for row, length in zip(rows, lengths, strict=True)]
+        step.measure([length - 1 for length in lengths])
+        logits = step.forward(torch.tensor(tokens, device=lm.device), torch.tensor(lengths, device=lm.device)).clone()
+        pairs.extend(
+            (row, length - 1, logits[at].float()) for at, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        )
+
+    step.clear()
+    put(0, 0)
+    put(1, 1)
+    forward([0, 1], [short + 1, long + 1])
+    put(2, 0)
+    forward([2, 1], [third + 1, long + 2])
+    return pairs

@@ -1,0 +1,1 @@
+"""The engine that is vLLM: in a process of its own, or a server somewhere."""

@@ -1,0 +1,1 @@
+"""Measuring a model without training it."""

@@ -1,0 +1,186 @@
+"""How good a policy is on a set of tasks: mean reward, pass@1, pass@k, each with its uncertainty."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from mrl.backends import BACKENDS, Resources
+from mrl.config import OrchestratorConfig
+from mrl.errors import DataError, TrainingError
+from mrl.experience.stats import Attempts, Interval, mean_reward, pass_rate
+from mrl.loop.preflight import check_engine, check_names, prepare_evaluation, reward_worker_args
+from mrl.loop.reward_trial import try_rewards
+from mrl.loop.spawning import sampling_params, spawn_rollout
+from mrl.models import context_length, load_config, load_tokenizer
+from mrl.rollouts.prompts import PromptEncoder
+from mrl.rollouts.single_turn import SingleTurn
+from mrl.system.threads import in_thread
+from mrl.types import GenerateRequest, Group, derive_seed
+from mrl.workers.pool import PolicyClient
+from mrl.workers.scoring import TrainerState, score_groups
+
+TASKS_AT_ONCE = 64
+
+
+@dataclass
+class EvalReport:
+    """What an evaluation found."""
+
+    model: str
+    dataset: str
+    tasks: int
+    taken: str
+    """How many of how many there are: `5 of 128`, or `128`; `the first 5` of a stream, which nobody counted."""
+    samples_per_task: int
+    unscored: int
+    """Rollouts that could not be scored. They are in no mean; intervals reach from all of them failing to all of them
+    passing (`mrl.experience.stats.pass_rate`)."""
+    unscored_tasks: int
+    """Tasks none of whose rollouts could be scored."""
+    unscored_because: str | None
+    """What the first of them says."""
+    confidence: float
+    mean_reward: Interval
+    pass_at: dict[int, Interval]
+    """k → pass@k."""
+    by: dict[str, Interval] = field(default_factory=dict)
+    """pass@1 for each value of a column."""
+    completion_length: float = 0.0
+    groups: list[Group] = field(default_factory=list)
+
+
+async def evaluate(
+    config: OrchestratorConfig,
+    *,
+    samples_per_task: int = 1,
+    by: str | None = None,
+    confidence: float = 0.95,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    note: Callable[[str], None] = lambda message: None,
+) -> EvalReport:
+    """Attempt every task of the configured dataset. Raises MRLError.
+
+    progress: gets tasks done and their number. note: gets what a user should know before it starts.
+    Scoring of one batch of tasks runs beside the generation of the next.
+    """
+    prepared = await in_thread(prepare_evaluation, config, by)
+    for notice in await try_rewards(config, prepared.tasks, 0):
+        note(notice)
+    backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
+    try:
+        policy = await _policy(backend, config, prepared.max_model_len)
+        from mrl.workers.reward import RewardWorker
+
+        rewards = await backend.spawn(
+            RewardWorker, name="reward", resources=Resources(), args=reward_worker_args(config.reward)
+        )
+        source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
+        seed = derive_seed(config.training.seed, "eval")
+        groups: list[Group] = []
+        scoring: asyncio.Task[Any] | None = None
+        tasks = prepared.tasks
+        for start in range(0, len(tasks), TASKS_AT_ONCE):
+            batch = await source.collect(tasks[start : start + TASKS_AT_ONCE], policy, samples_per_task, seed=seed)
+            groups += batch
+            if scoring is not None:
+                await scoring
+            scoring = asyncio.create_task(score_groups(rewards, batch, TrainerState(0, 0, None)))
+            progress(len(groups), len(tasks))
+        if scoring is not None:
+            await scoring
+    finally:
+        await backend.close()
+    return summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
+
+
+def summarize(
+    config: OrchestratorConfig,
+    groups: list[Group],
+    samples_per_task: int,
+    by: str | None,
+    confidence: float,
+    taken: str | None = None,
+) -> EvalReport:
+    """The numbers of scored groups. taken: how many of how many tasks, None = all.
+
+    Raises TrainingError when no rollout could be scored.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = {group.task.id: [rollout.reward for rollout in group.rollouts] for group in groups}
+    tasks = list(rewards.values())
+    reward, unscored = mean_reward(tasks, confidence), [rollout for rollout in rollouts if rollout.reward is None]
+    if reward is None:
+        raise TrainingError(f"no rollout could be scored; the first says: {rollouts[0].error}")
+
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < samples_per_task] + [samples_per_task]
+    by_value: dict[str, list[Attempts]] = defaultdict(list)
+    if by is not None:
+        for group in groups:
+            by_value[str(group.task.columns[by])].append(rewards[group.task.id])
+    return EvalReport(
+        model=config.model.model,
+        dataset=f"{config.data.dataset_name}:{config.data.dataset_split}",
+        tasks=len(groups),
+        taken=taken or str(len(groups)),
+        samples_per_task=samples_per_task,
+        unscored=len(unscored),
+        unscored_tasks=sum(all(reward is None for reward in attempts) for attempts in tasks),
+        unscored_because=unscored[0].error if unscored else None,
+        confidence=confidence,
+        mean_reward=reward,
+        pass_at={k: rate for k in ks if (rate := pass_rate(tasks, k, confidence)) is not None},
+        by={
+            value: rate
+            for value, tasks in sorted(by_value.items())
+            if (rate := pass_rate(tasks, 1, confidence)) is not None
+        },
+        completion_length=fmean(rollout.num_tokens for rollout in rollouts),
+        groups=groups,
+    )
+
+
+async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[dict[str, Any]]:
+    """`count` completions of one prompt, with their tokens' logprobs. Raises MRLError."""
+    check_names(config)
+    check_engine(config)
+    tokenizer = await in_thread(load_tokenizer, config.model)
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    prompt_ids = tuple(encoder.encode(prompt))
+    limit = context_length(await in_thread(load_config, config.model), config.model.max_model_len)
+    if len(prompt_ids) >= limit:
+        raise DataError(
+            f"the prompt has {len(prompt_ids)} tokens and at most {limit - 1} fit; shorten it, or raise max_model_len "
+            "if the model takes more"
+        )
+    backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
+    try:
+        policy = await _policy(backend, config, limit)
+        params = sampling_params(config)
+        requests = [
+            GenerateRequest(str(k), prompt_ids, params, derive_seed(config.training.seed, "sample", k))
+            for k in range(count)
+        ]
+        completions = await policy.generate(requests)
+    finally:
+        await backend.close()
+    return [
+        {
+            "text": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            "finish_reason": completion.finish_reason,
+            "tokens": len(completion.token_ids),
+            "logprob": sum(completion.logprobs),
+            "token_ids": completion.token_ids,
+        }
+        for completion in completions
+    ]
+
+
+async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int) -> PolicyClient:
+    worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
+    await worker.call("load")
+    return PolicyClient([worker])

@@ -1,0 +1,1 @@
+"""What a step learns from its groups: the batch, shaped rewards, metrics, why attempts failed."""

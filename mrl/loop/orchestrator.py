@@ -1,0 +1,357 @@
+"""The loop, and the only place that knows everyone.
+
+    tasks -> rollouts -> rewards -> groups -> advantages -> actor step -> weight sync -> next tasks
+
+One direction, no way back except the weights. Every rollout is written down before it is forgotten. What is generated
+while the actor trains, and how far ahead, is the stream's to say (`mrl/loop/schedule.py`): there is one loop for all modes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from mrl.backends import WorkerHandle
+from mrl.config import OrchestratorConfig
+from mrl.data import TaskOrder
+from mrl.experience.batch import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
+from mrl.experience.shaping import KL, is_scored, shape_by_length
+from mrl.loop.attempts import Producer
+from mrl.loop.checkpointing import Checkpointing
+from mrl.loop.preflight import Prepared, check_disk, prepare, total_steps
+from mrl.loop.progress import showing_progress
+from mrl.loop.recorded_run import RecordedRun
+from mrl.loop.resume import fingerprint, random_state, set_random_state
+from mrl.loop.schedule import Stream, Taken, staleness
+from mrl.loop.spawning import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout
+from mrl.mismatch.watch import GapWatch
+from mrl.rollouts.single_turn import SingleTurn
+from mrl.store.checkpoints import SERVED
+from mrl.system.interrupts import Stopped
+from mrl.system.threads import in_thread
+from mrl.types import Group, WeightRef, derive_seed
+from mrl.workers.pool import PolicyClient
+from mrl.workers.scoring import TrainerState, mean_of_rounds, score_groups
+
+
+class Orchestrator(RecordedRun):
+    """mrl's own loop."""
+
+    scratch = "weights"
+    prepared: Prepared
+
+    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
+        super().__init__(config, run_dir, resume=resume)
+        self.version = 0
+        self.seconds: dict[str, float] = {}
+        self.gap_watch = GapWatch(config, self._note)
+        self.boundary: dict[str, Any] | None = None
+        """What training goes on from after the last whole step, while what is under way may be given up."""
+        self.evaluation_due = False
+        """An evaluation after the last whole step was given up."""
+
+    async def _prepare(self) -> None:
+        self.prepared = await in_thread(prepare, self.config)
+        tasks = self.prepared.tasks
+        self.total_steps = total_steps(self.config, len(tasks))
+        await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
+        self.sync = make_sync(self.config, self.run_dir / self.scratch)
+
+    async def _train(self) -> None:
+        facts = await self._unless_stopped(self._start_workers())
+        notices = facts.pop("notices")
+        self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
+        self._make_stream()
+        try:
+            await self._loop()
+        finally:
+            await self.stream.close()
+
+    def _clean_up(self) -> None:
+        self.sync.close()
+
+    def _newest_checkpoint(self) -> Path | None:
+        return self.checkpoints.path()
+
+    def _complete(self) -> bool:
+        return self.step >= self.total_steps and not self.evaluation_due
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    async def _loop(self) -> None:
+        try:
+            await self._steps()
+        except Stopped:
+            await self.stream.close()  # what is given up takes no time from the checkpoint
+        if self.step:
+            await self._last_checkpoint()
+
+    async def _steps(self) -> None:
+        """Train until the end, or until asked to stop. Raises Stopped where that gives up what was under way."""
+        training = self.config.training
+        if self._evaluates() and (self.point is None or self.point.state.get("evaluation_due")):
+            await self._evaluate()
+        while self.step < self.total_steps and not self.stopping:
+            self.boundary = self._state() if self._settled() else None
+            self.stream.advance(self.step, self.version)
+            self.step += 1
+            try:
+                self.metrics = await self._one_step()
+            except Stopped:
+                self.step -= 1
+                raise
+            self.boundary = None
+            last = self.step == self.total_steps
+            if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
+                await self._evaluate()
+            due = training.save_steps and self.step % training.save_steps == 0 and not self.gap_watch.in_a_row
+            if due and not last and not self.stopping:
+                await self._checkpoint(last=False)
+
+    def _settled(self) -> bool:
+        """Whether nothing is under way between two steps, so that a step can be given up as if it had not begun."""
+        return self.config.overlap.async_mode == "off" and not self.config.overlap.by_group
+
+    async def _take(self) -> Taken:
+        """The step's groups. A run that is asked to stop gives them up: generating is most of a step, and who sends
+        SIGTERM does not wait long. Not where no step was finished, which would be kept; nor in a pipeline, where what
+        is under way ends first for the resumed run to be the same one."""
+        work = self.stream.take(self.step, self.version)
+        if self.step == 1 or self.config.overlap.async_mode == "pipeline":
+            return await work
+        return await self._unless_stopped(work)
+
+    async def _one_step(self) -> dict[str, float]:
+        start = perf_counter()
+        self.seconds = {}
+        groups: list[Group] = []
+        taken: Taken | None = None
+        metrics: dict[str, float] = {}
+        try:
+            with self._timed("wait"):
+                async with showing_progress(self.trackers, self.workers, self._generates):
+                    taken = await self._take()
+            groups = taken.groups
+            self.seconds |= taken.seconds
+            metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
+            check_failures(groups, self.config, self.step)
+            with self._timed("reference"):
+                await self.producer.add_reference_logprobs(groups)
+            await self._shape(groups)
+            metrics |= shaping_metrics(groups, self.config)
+            metrics |= await self._learn(groups)
+            self.watch.look(self.step, groups)
+        except Stopped:  # as if the step had not begun
+            raise
+        except BaseException:  # what was generated is written down, whatever came after
+            self._write_step(start, metrics, self.stream.unused() if taken is None else [*groups, *taken.dropped])
+            raise
+        self._write_step(start, metrics, [*groups, *taken.dropped])
+        self.trackers.log(self.step, metrics)
+        self._show_completions(groups)
+        self.gap_watch.stop()
+        return metrics
+
+    def _write_step(self, start: float, metrics: dict[str, float], recorded: list[Group]) -> None:
+        """Into the run's record, with the times."""
+        tokens = sum(rollout.num_tokens for group in recorded for rollout in group.rollouts)
+        self.seconds["step"] = perf_counter() - start
+        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        metrics |= {"rollout/tokens": float(tokens), "rollout/tokens_per_second": tokens / self.seconds["step"]}
+        self.store.write_step(self.step, metrics, recorded)
+
+    def _taken_metrics(self, taken: Taken) -> dict[str, float]:
+        """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
+        metrics = {"rollout/epoch": taken.tickets[0].epoch, **mean_of_rounds(taken.logged)}
+        if self.config.algorithm.zero_variance_groups == "resample":
+            metrics["rollout/resamples"] = float(sum(ticket.resamples for ticket in taken.tickets))
+        if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:
+            metrics |= staleness(taken.groups, self.version)
+            metrics |= {f"rollout/{name}_groups": float(count) for name, count in taken.counts.items()}
+            metrics["rollout/in_flight_groups"] = float(self.stream.in_flight())
+        return metrics
+
+    async def _shape(self, groups: list[Group]) -> None:
+        """What is added to the rewards: for length, and the divergence from the reference model."""
+        algorithm = self.config.algorithm
+        shape_by_length(groups, self.config)
+        if not algorithm.beta or algorithm.kl_in != "reward":
+            return
+        scored = [r for group in teaching_groups(groups, self.config) for r in group.rollouts if is_scored(r)]
+        samples = [sample for rollout in scored for sample in rollout.samples]
+        with self._timed("reference"):
+            kl = iter(await self.actor.call("reference_kl", samples, self.config.generation.temperature))
+        for rollout in scored:
+            rollout.metrics[KL] = -algorithm.beta * sum(next(kl) for _ in rollout.samples)
+            if not math.isfinite(rollout.metrics[KL]):
+                rollout.fail("its divergence from the reference model (kl_in: reward) is not finite")
+
+    async def _learn(self, groups: list[Group]) -> dict[str, float]:
+        batch = make_batch(groups, self.config)
+        if not batch.num_tokens:
+            self.watch.no_update(self.step, groups, batch)
+        self.trackers.phase("training")
+        with self._timed("train"):
+            metrics = await self.actor.call("train_step", batch)
+        if metrics["train/updates_skipped"]:
+            skipped = metrics["train/updates_skipped"]
+            self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
+        await self.gap_watch.look(self.step, metrics, self.actor, self.workers)
+        if self._just_synced() and self.stopping:
+            self.version += 1  # nobody samples with them any more, and a resumed run sends them first
+        elif self._just_synced():
+            if not self.config.overlap.in_flight:
+                with self._timed("wait"):
+                    await self.stream.quiet()
+            self.trackers.phase("sending weights")
+            with self._timed("sync"):
+                self.version += 1
+                report = await self.policy.sync(self.sync, self.actor, self.version)
+                metrics |= {"sync/bytes": float(report.bytes), "sync/replaced_workers": float(len(report.failed))}
+        return metrics | {"sync/policy_version": float(self.version)}
+
+    async def _evaluate(self) -> None:
+        """Attempt the held-out tasks once each, with the same seeds every time."""
+        await self.stream.settle()  # reward functions may draw from one generator of random numbers
+        self.boundary, self.evaluation_due = self._state(), True
+        await self._unless_stopped(self._attempt_held_out())
+        self.boundary, self.evaluation_due = None, False
+
+    async def _attempt_held_out(self) -> None:
+        start = perf_counter()
+        seed = derive_seed(self.config.training.seed, "eval")
+        async with showing_progress(self.trackers, self.workers, lambda: True, "evaluating"):
+            groups = await self.source.collect(self.prepared.eval_tasks, self.policy, 1, seed=seed)
+        await score_groups(self.rewards, groups, self._trainer_state(None))
+        metrics = rollout_metrics(groups, self.config, prefix="eval")
+        self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        self.eval_metrics["time/eval"] = perf_counter() - start
+        self.eval_step = self.step
+        self.store.write_eval(self.step, self.eval_metrics, groups)
+        self.trackers.log(self.step, self.eval_metrics)
+        self.watch.look_at_evaluation(self.step, groups)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    async def _last_checkpoint(self) -> None:
+        """Of where the run ends, unless that is what the last one holds."""
+        began_with = self.point is not None and bool(self.point.state.get("evaluation_due"))
+        if self.checkpoints.newest() == self.step and self.evaluation_due == began_with:
+            await self.checkpoints.finish(self.step)
+        else:
+            await self._checkpoint(last=True)
+
+    async def _checkpoint(self, *, last: bool) -> None:
+        self.trackers.phase("saving")
+        if self.boundary is None:
+            await self.stream.settle()
+        state = (self.boundary or self._state()) | {
+            "tasks": fingerprint(self.prepared.tasks),
+            "trackers": self.trackers.run_ids(),
+            "evaluation_due": self.evaluation_due,
+        }
+        served = None if self._just_synced() else self.sync.served() or self.served
+        known = self.metrics | (self.eval_metrics if self.eval_step == self.step else {})
+        await self.checkpoints.write(self.step, state, known, served=served, last=last, stopping=self.stopping)
+
+    def _state(self) -> dict[str, Any]:
+        """What training goes on from after this step, besides the actor's part."""
+        return {
+            "policy_version": self.version,
+            "order": self.order.state_dict(),
+            "random": random_state(),
+            "gap_in_a_row": self.gap_watch.in_a_row,
+            "in_flight": self.stream.state_dict(),
+        }
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    async def _start_workers(self) -> dict[str, Any]:
+        config, prepared = self.config, self.prepared
+        length = prepared.max_model_len
+        self.actor: WorkerHandle = await spawn_actor(self.backend, config, length, self.total_steps)
+
+        async def spawn(index: int) -> WorkerHandle:
+            return await spawn_rollout(self.backend, config, length, index)
+
+        self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
+        self.rewards: WorkerHandle = await spawn_rewards(self.backend, config)
+        self.policy = PolicyClient(self.workers, spawn, self._note, config.runtime.max_worker_restarts)
+        self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
+        if self.point is not None:
+            self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
+            self.version = self.point.state["policy_version"]
+        self.source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
+        facts: dict[str, Any] = await self.actor.call("initialize")
+        check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
+        if self.point is not None:
+            await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
+        await self._first_sync()
+        await self.policy.meet()
+        return facts
+
+    async def _first_sync(self) -> None:
+        """Give the rollout workers the weights they served when the checkpoint was written, or those of the start."""
+        self.served = None if self.point is None else self.point.checkpoint.path / SERVED
+        if self.served is None or not self.served.exists():
+            self.served = None
+            await self.policy.sync(self.sync, self.actor, self.version)
+            return
+        ref = WeightRef(self.version, path=str(self.served.parent))
+        for worker in self.workers:
+            await worker.call("update_weights", ref)
+
+    def _make_stream(self) -> None:
+        """What to attempt next: from the beginning, or where the checkpoint says."""
+        config, tasks = self.config, self.prepared.tasks
+        training = config.training
+        order = TaskOrder(len(tasks), training.batch_size, seed=training.seed, shuffle=config.data.shuffle)
+        self.order = order
+        self.producer = Producer(
+            config, tasks, self.source, self.policy, self.rewards, self.actor, order, self.total_steps
+        )
+        resamples = config.algorithm.zero_variance_groups == "resample"
+        self.stream = Stream(
+            order,
+            config.overlap,
+            self.producer.produce,
+            total_steps=self.total_steps,
+            step=self.step,
+            teaches=(lambda group: bool(teaching_groups([group], config))) if resamples else (lambda group: True),
+            max_resamples=config.algorithm.max_resamples if resamples else 0,
+        )
+        if self.point is None:
+            return
+        mine, allowed = order.state_dict(), {"num_tasks", *config.run.allow_change}
+        kept = {name: value for name, value in self.point.state["order"].items() if name not in allowed}
+        order.load_state_dict(mine | kept)
+        set_random_state(self.point.state["random"])
+        self.stream.load_state_dict(self.point.checkpoint.in_flight, tasks)
+        self.gap_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
+
+    # --- small things -----------------------------------------------------------------------------------------------
+
+    def _trainer_state(self, epoch: float | None) -> TrainerState:
+        return TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=epoch)
+
+    def _generates(self) -> bool:
+        """Whether anything is being sampled, rather than scored."""
+        return any(ticket.stage == "generating" for ticket in self.stream.tickets)
+
+    def _just_synced(self) -> bool:
+        return self.step % self.config.runtime.sync_weights_every == 0
+
+    def _evaluates(self) -> bool:
+        return bool(self.prepared.eval_tasks)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start

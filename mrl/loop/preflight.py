@@ -1,0 +1,296 @@
+"""Everything that can be checked before the expensive part starts: data, rewards, names, lengths, disk."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.backends import BACKENDS
+from mrl.config import OrchestratorConfig, RewardConfig
+from mrl.data import check_columns, check_prompt_lengths, load_rows
+from mrl.data.load import Loaded
+from mrl.data.tasks import Row, rows_to_tasks
+from mrl.engines import ENGINES
+from mrl.engines.vllm import devices as vllm_devices
+from mrl.errors import ConfigError
+from mrl.experience.metric_names import check_best_metric, loggers, metric_names
+from mrl.models import context_length, load_config, load_tokenizer
+from mrl.rollouts.prompts import PromptEncoder
+from mrl.sandbox import SANDBOXES
+from mrl.sync import SYNC_METHODS
+from mrl.system.units import plural, size
+from mrl.tracking import check_trackers
+from mrl.types import Task, derive_seed
+from mrl.workers.reward import RewardWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTES_PER_PARAMETER = 4
+"""Checkpoints hold float32 master weights."""
+
+
+@dataclass
+class Prepared:
+    """What the checks found out, for the run to use."""
+
+    tasks: list[Task]
+    eval_tasks: list[Task]
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
+    max_model_len: int
+    notices: list[str]
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many tasks a run takes, of how many there are: "128 of 500", or "500"."""
+
+    tasks: str
+    held_out: str
+
+
+def prepare(config: OrchestratorConfig) -> Prepared:
+    """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
+    check_names(config)
+    if config.generation.temperature == 0:
+        raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
+    if config.runtime.weight_sync_method == "direct" and config.runtime.sync_weights_every > 1:
+        raise ConfigError(
+            "sync_weights_every: with weight_sync_method direct the workers share the actor's module and always have "
+            "its newest weights; use weight_sync_method: reload, or sync_weights_every: 1"
+        )
+    _check_shared_weights(config)
+    _check_stale_sync(config)
+    check_engine(config)
+    gpu_notices = vllm_devices.notices(*engine_gpus(config)) if config.runtime.engine == "vllm" else []
+    rewards = RewardWorker(**reward_worker_args(config.reward))
+    tasks, all_tasks = load_train_tasks(config)
+    eval_tasks, all_eval_tasks = load_eval_tasks(config)
+    names = metric_names(config, rewards.rewards, evaluates=bool(eval_tasks))
+    notices = check_best_metric(
+        config.training.best_metric, names, loggers(rewards.rewards), evaluates=bool(eval_tasks)
+    )
+    for part in (tasks, eval_tasks):
+        if part:
+            check_rewards(rewards, part)
+    counts = Counts(of(len(tasks), all_tasks), of(len(eval_tasks), all_eval_tasks))
+    prepared = _with_model(config, tasks, eval_tasks, counts)
+    prepared.notices += gpu_notices + notices
+    return prepared
+
+
+def _check_shared_weights(config: OrchestratorConfig) -> None:
+    """A module that is being trained cannot sample."""
+    runtime, overlap, mode = config.runtime, config.overlap, config.overlap.async_mode
+    if runtime.weight_sync_method != "direct":
+        return
+    shares = BACKENDS.get(runtime.backend).shares_memory and "module" in getattr(
+        ENGINES.get(runtime.engine), "accepts", ("module",)
+    )
+    if shares and mode != "off":
+        raise ConfigError(
+            f"async_mode: {mode} needs rollout workers with weights of their own, and with weight_sync_method direct "
+            "they share the actor's module; use weight_sync_method: reload"
+        )
+    if shares and overlap.over_sampling > 1:
+        raise ConfigError(
+            f"over_sampling: {overlap.over_sampling:g} leaves rollouts behind that still decode when the step trains, "
+            "and with weight_sync_method direct they do so on the actor's own module; use weight_sync_method: reload, "
+            "or over_sampling: 1"
+        )
+
+
+def _check_stale_sync(config: OrchestratorConfig) -> None:
+    """Checkpoints keep the samplers' weights where they are older than the actor's, which takes a file of them."""
+    runtime = config.runtime
+    adapter = config.model.use_lora and runtime.engine != "transformers" and config.serving.lora_sync == "adapter"
+    if adapter and runtime.weight_sync_method == "delta":
+        raise ConfigError("weight_sync_method: delta sends all weights; use lora_sync: merged, or reload")
+    if runtime.sync_weights_every == 1:
+        return
+    if runtime.weight_sync_method in ("delta", "checkpoint"):
+        raise ConfigError(
+            f"sync_weights_every: above 1 it needs weight_sync_method reload or volume, found "
+            f"{runtime.weight_sync_method}"
+        )
+    if adapter:
+        raise ConfigError("sync_weights_every: above 1 it needs lora_sync: merged, so that a resumed run can go on")
+
+
+def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
+    """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
+    check_names(config)
+    check_engine(config)
+    rewards = RewardWorker(**reward_worker_args(config.reward))
+    tasks, all_tasks = load_train_tasks(config)
+    check_rewards(rewards, tasks)
+    if by is not None:
+        check_columns(tasks, [by], "by: breaking the results down")
+    return _with_model(config, tasks, [], Counts(of(len(tasks), all_tasks), "0"))
+
+
+def check_engine(config: OrchestratorConfig) -> None:
+    """Raise ConfigError for options that the engine has no use for, or when this machine lacks what it needs."""
+    name = config.runtime.engine
+    options = config.serving.options_of(name)
+    if check := getattr(ENGINES.get(name), "check", None):
+        check(**options)
+
+
+def engine_gpus(config: OrchestratorConfig) -> tuple[list[list[int]], int | None]:
+    """The GPUs of each of a run's vLLM engines, and the actor's (None = it is on none). Raises ConfigError."""
+    import torch
+
+    seen = torch.cuda.device_count()
+    actor = vllm_devices.actors_gpu(config.model.device, seen)
+    return vllm_devices.share_out(config.serving, config.runtime.num_rollout_workers, seen, actor), actor
+
+
+def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:
+    """Raise RewardError or DataError when a reward cannot score these tasks."""
+    rewards.check_columns(list(tasks[0].columns))
+    rewards.check_rows([(task.id, task.columns) for task in tasks])
+
+
+def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
+    """What a `RewardWorker` is made with."""
+    return {
+        "reward_funcs": reward.reward_funcs,
+        "reward_weights": reward.reward_weights,
+        "reward_timeout": reward.reward_timeout,
+        "sandbox": reward.sandbox,
+        "sandbox_options": reward.sandbox_options,
+        "sandbox_limits": {
+            "wall_seconds": reward.sandbox_timeout,
+            "cpu_seconds": reward.sandbox_timeout,
+            "memory_mb": reward.sandbox_memory_mb,
+        },
+    }
+
+
+def of(taken: int, total: int | None) -> str:
+    """How many of how many. total: None = of a stream, which nobody counted."""
+    return f"the first {taken}" if total is None else str(taken) if taken == total else f"{taken} of {total}"
+
+
+def load_train_tasks(config: OrchestratorConfig) -> tuple[list[Task], int | None]:
+    """The tasks to train on, and of how many `max_samples` took them. Raises ConfigError when none are named, DataError
+    when they will not do."""
+    loaded = load_train_rows(config)
+    return rows_to_tasks(loaded.rows, loaded.where), loaded.total
+
+
+def load_train_rows(config: OrchestratorConfig) -> Loaded:
+    """The rows behind them. Raises ConfigError, DataError."""
+    data = config.data
+    source = data.train_dataset if data.train_dataset is not None else data.dataset_name
+    if source is None:
+        raise ConfigError(
+            "no dataset: set dataset_name (a Hub id, file or folder, or tiny-code), or pass train_dataset in Python"
+        )
+    return _load(config, source, data.dataset_split, data.max_samples)
+
+
+def load_eval_tasks(config: OrchestratorConfig) -> tuple[list[Task], int]:
+    """The held-out tasks, and of how many they were drawn; none when nothing says where they are. Raises ConfigError,
+    DataError."""
+    loaded = load_eval_rows(config)
+    tasks = rows_to_tasks(loaded.rows, loaded.where) if loaded.rows else []
+    return [tasks[index] for index in _drawn(config, len(tasks))], len(tasks)
+
+
+def load_eval_rows(config: OrchestratorConfig) -> Loaded:
+    """All rows of the held-out data, of which `eval_samples` are drawn. Raises ConfigError, DataError."""
+    data = config.data
+    if data.eval_dataset is None and data.eval_split is None:
+        if config.training.eval_steps:
+            raise ConfigError("eval_steps needs held-out tasks: set eval_split or eval_dataset")
+        return Loaded([], "", 0)
+    source = next(s for s in (data.eval_dataset, data.train_dataset, data.dataset_name) if s is not None)
+    return _load(config, source, data.eval_split or "train", None)
+
+
+def draw_eval(config: OrchestratorConfig, rows: list[Row]) -> list[Row]:
+    """The same draw for rows as for tasks."""
+    return [rows[index] for index in _drawn(config, len(rows))]
+
+
+def _drawn(config: OrchestratorConfig, count: int) -> list[int]:
+    wanted = config.data.eval_samples
+    if wanted is None or wanted >= count:
+        return list(range(count))
+    # Drawn, not the first: files are often sorted by kind.
+    return random.Random(derive_seed(config.training.seed, "held-out")).sample(range(count), wanted)
+
+
+def total_steps(config: OrchestratorConfig, tasks: int) -> int:
+    """Steps of the whole run: `max_steps`, or as many whole batches as it takes to attempt every task `num_epochs`
+    times."""
+    training = config.training
+    return training.max_steps if training.max_steps > 0 else -(-training.num_epochs * tasks // training.batch_size)
+
+
+def check_disk(folder: Path, parameters: int, copies: int) -> None:
+    """Raise ConfigError when `copies` checkpoints of so many parameters cannot fit beside `folder`."""
+    needed = parameters * BYTES_PER_PARAMETER * copies
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"run_dir: {folder} has {size(free)} free and {plural(copies, 'checkpoint')} need {size(needed)}; "
+            "free space, choose another run_dir, or raise save_steps"
+        )
+
+
+def _with_model(config: OrchestratorConfig, tasks: list[Task], eval_tasks: list[Task], counts: Counts) -> Prepared:
+    model_config = load_config(config.model)
+    tokenizer = load_tokenizer(config.model)
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    max_model_len = context_length(model_config, config.model.max_model_len)
+    for part in (tasks, eval_tasks):
+        check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, _notices(config, max_model_len), counts)
+
+
+def check_names(config: OrchestratorConfig) -> None:
+    """Raise ConfigError for a backend, engine, sync method, sandbox or tracker there is not."""
+    runtime = config.runtime
+    for registry, name in (
+        (BACKENDS, runtime.backend),
+        (ENGINES, runtime.engine),
+        (SYNC_METHODS, runtime.weight_sync_method),
+        (SANDBOXES, config.reward.sandbox),
+    ):
+        registry.get(name)
+    check_trackers(config.run.report_to)
+
+
+def _load(config: OrchestratorConfig, source: Any, split: str, max_samples: int | None) -> Loaded:
+    data = config.data
+    return load_rows(
+        source,
+        config=data.dataset_config,
+        split=split,
+        prompt_column=data.prompt_column,
+        rename=data.rename,
+        max_samples=max_samples,
+        seed=config.training.seed,
+    )
+
+
+def _notices(config: OrchestratorConfig, max_model_len: int) -> list[str]:
+    notes = config.notices()
+    if max_model_len < config.model.max_model_len and "max_model_len" in config.model.model_fields_set:
+        notes.append(f"max_model_len: {config.model.model} was made for {max_model_len} tokens; using that.")
+    name = "max_completion_length" if config.generation.max_tokens is None else "max_tokens"
+    given = config.generation.model_fields_set | config.algorithm.model_fields_set
+    if config.sampled_tokens >= max_model_len and name in given:
+        notes.append(
+            f"{name} ({config.sampled_tokens}): prompt and completion share {max_model_len} tokens, so "
+            "completions end earlier."
+        )
+    return notes

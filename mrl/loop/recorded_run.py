@@ -1,0 +1,341 @@
+"""What every run has, whoever trains: its record, its trackers, stopping, resuming, and an end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from mrl.backends import BACKENDS
+from mrl.config import OrchestratorConfig
+from mrl.errors import StoreError
+from mrl.loop.report import first_and_last_reward, shown_completion
+from mrl.loop.resume import (
+    ResumePoint,
+    check_same_run,
+    check_same_tasks,
+    find_resume_point,
+    how_to_go_on,
+    record_options,
+    resume_command,
+)
+from mrl.loop.reward_trial import try_rewards
+from mrl.loop.run_watch import RunWatch, find_troubles
+from mrl.models import pin_model
+from mrl.store.checkpoints import remove_leftovers
+from mrl.store.find import shortest_name
+from mrl.store.run import RunStore, read_rows
+from mrl.system.environment import differences
+from mrl.system.interrupts import Stopped, end_process
+from mrl.system.shell import command
+from mrl.system.units import duration, plural
+from mrl.tracking import RunInfo, TrackerSet
+from mrl.tracking.base import WARNING, Status
+from mrl.types import Group, Task
+
+T = TypeVar("T")
+
+GIVING_UP_SECONDS = 5.0
+"""How long what is given up may take to end; then it is left behind."""
+
+
+@dataclass(repr=False)
+class RunResult:
+    """What a run came to."""
+
+    run_dir: Path
+    status: Status
+    steps: int
+    checkpoint: Path | None
+    metrics: dict[str, float]
+    """Of the last step."""
+    eval_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation on held-out tasks."""
+    seconds: float = 0.0
+    signal: int | None = None
+    """What asked it to stop, e.g. 2 (SIGINT, which is Ctrl-C) or 15 (SIGTERM)."""
+    rewards: tuple[float, float] | None = None
+    """Mean reward of the run's first step and of its last; None where there were no rewards."""
+    warnings: list[str] = field(default_factory=list)
+    """What went wrong without ending the run, with the sums over all its steps."""
+
+    def __repr__(self) -> str:
+        """A few lines for people: how it ended, what it learned, where it is, how to go on."""
+        figures = []
+        if self.rewards is not None:
+            figures.append("reward {:.3f} → {:.3f}".format(*self.rewards))
+        elif "train/loss" in self.metrics:
+            figures.append(f"loss {self.metrics['train/loss']:.4f}")
+        if "eval/pass_rate" in self.eval_metrics:
+            figures.append(f"held-out pass rate {self.eval_metrics['eval/pass_rate']:.1%}")
+        name = shortest_name(self.run_dir)
+        following = command("mrl", "runs", "show", name)
+        if self.checkpoint is not None:
+            sample = command("mrl", "sample", name, "your prompt")
+            following = sample if self.status == "finished" else resume_command(self.run_dir)
+        lines = [
+            f"{self.status} after {plural(self.steps, 'step')}, {duration(self.seconds)}",
+            *([", ".join(figures)] if figures else []),
+            *(f"warning: {warning}" for warning in self.warnings),
+            f"in {self.run_dir}",
+            f"next: {following}",
+        ]
+        return "RunResult: " + "\n  ".join(lines)
+
+
+class RecordedRun(ABC):
+    """Runs one configuration from beginning to end, or from its newest checkpoint on. How it trains is a subclass's.
+
+    resume: `run_dir` holds a run of this configuration.
+    """
+
+    scratch: ClassVar[str]
+    """Folder in `run_dir` with what only a running process needs."""
+    prepared: Any
+    """With at least `tasks`, `eval_tasks`, `counts` and `notices`."""
+    total_steps: int
+
+    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
+        self.config, self.run_dir, self.resume = config, run_dir, resume
+        self.point: ResumePoint | None = None
+        self.stopping = False
+        self.signal: int | None = None
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.eval_metrics: dict[str, float] = {}
+        self.eval_step: int | None = None
+        """Step after which they were measured."""
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._asked = asyncio.Event()
+        self._gives_up = False
+        self.wording: Callable[[str], str] = str
+        """How what is shown speaks of options: as flags, as arguments, or as in recipes, which the record keeps to."""
+        self.watch = RunWatch(config, run_dir, self._warn)
+
+    async def run(self) -> RunResult:
+        """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
+        start = perf_counter()
+        self._event_loop = asyncio.get_running_loop()
+        if self.signal is not None:  # before there was a loop to tell
+            self._stop()
+        self.config.model.model = pin_model(self.config.model.model)
+        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+        self.trackers.phase("loading data")
+        try:
+            await self._unless_stopped(self._prepare())
+        except Stopped:
+            self.trackers.finish("interrupted")
+            seconds = perf_counter() - start
+            return RunResult(self.run_dir, "interrupted", 0, None, {}, seconds=seconds, signal=self.signal)
+        self.trackers.phase("loading", self.config.model.model)
+        self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
+        self.store = self._open_store()
+        outcome: Status = "failed"
+        checkpoint = None if self.point is None else self.point.checkpoint.path
+        warnings: list[str] = []
+        try:
+            with contextlib.suppress(Stopped):  # while it loaded: what there was before is what there is
+                await self._train()
+                outcome, checkpoint = "finished" if self._complete() else "interrupted", self._newest_checkpoint()
+            if self.stopping and outcome != "finished":
+                outcome = "interrupted"
+            warnings = self._sum_up(outcome)
+            if self.stopping and outcome != "finished":
+                self._note(how_to_go_on(self.run_dir))
+            self.store.finish(outcome)
+        except BaseException as error:
+            if self.stopping and isinstance(error, asyncio.CancelledError):  # asked twice
+                outcome = "interrupted"
+                self.store.finish(outcome)
+                raise
+            outcome = "failed"
+            self.store.finish("failed", f"{type(error).__name__}: {error}")
+            with contextlib.suppress(StoreError):  # which may be the very error
+                self.store.event("error", f"{type(error).__name__}: {error}", step=self.step)
+            raise
+        finally:
+            self.trackers.finish(outcome)
+            await self.backend.close()
+            self._clean_up()
+            self.store.close()
+        return RunResult(
+            run_dir=self.run_dir,
+            status=outcome,
+            steps=self.step,
+            checkpoint=checkpoint,
+            metrics=self.metrics,
+            eval_metrics=self.eval_metrics,
+            seconds=perf_counter() - start,
+            signal=self.signal,
+            rewards=first_and_last_reward(self.run_dir),
+            warnings=warnings,
+        )
+
+    # --- being stopped ----------------------------------------------------------------------------------------------
+
+    def request_stop(self, number: int) -> None:
+        """Have the run keep what it has trained and end. From any thread, and from a signal handler. number: the
+        signal's."""
+        self.signal = number
+        if self._event_loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._event_loop.call_soon_threadsafe(self._stop)
+
+    def end_at_once(self, number: int) -> NoReturn:
+        """End the process, from within a signal handler, saying what was kept."""
+        end_process(number, f"stopped at once. {how_to_go_on(self.run_dir)}")
+
+    # --- what a subclass does ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _prepare(self) -> None:
+        """Check everything that can be before the run's folder is touched; sets `prepared`."""
+
+    @abstractmethod
+    async def _train(self) -> None:
+        """Start workers, `_announce`, train until `total_steps` or `stopping`."""
+
+    @abstractmethod
+    def _clean_up(self) -> None:
+        """After the workers are gone, whatever happened."""
+
+    @abstractmethod
+    def _newest_checkpoint(self) -> Path | None:
+        """After `_train` has returned."""
+
+    def _complete(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.step >= self.total_steps
+
+    # --- for its use ------------------------------------------------------------------------------------------------
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises Stopped, and cancels it, when the run is asked to stop before it has ended.
+
+        For what a resumed run does again; an error in it is then of no interest.
+        """
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        self._gives_up = True
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if self.stopping and not (task.done() and task.exception() is None):
+                raise Stopped
+            return await task
+        finally:
+            self._gives_up = False
+            asked.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=GIVING_UP_SECONDS)
+            if task.done() and not task.cancelled():
+                task.exception()  # was seen
+
+    def _announce(self, what: str, facts: dict[str, Any], *, shown: dict[str, Any], notices: list[str]) -> None:
+        """Start the trackers and say how the run begins. facts: of the worker that trains. shown: for people."""
+        shown = {
+            "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
+            "on": facts["device"],
+            **shown,
+            "held-out": self.prepared.counts.held_out,
+        }
+        self.trackers.start(
+            RunInfo(
+                self.run_dir.name,
+                self.run_dir,
+                self.total_steps,
+                self.config.to_dict(),
+                shown,
+                step=self.step,
+                resume_ids=self.point.state["trackers"] if self.point else {},
+            )
+        )
+        changed = self._changed_environment(facts["environment"])
+        counts = {"tasks": self.prepared.counts.tasks, "held_out": self.prepared.counts.held_out}
+        self.store.event("start", what, **{"total_steps": self.total_steps, **counts, **facts})
+        for notice in [*self.prepared.notices, *notices]:
+            self._note(notice)
+        if self.resume:
+            for problem in self.point.problems if self.point else []:
+                self._note(f"checkpoint not used: {problem}")
+            self._note(f"going on after step {self.step} of {self.total_steps}")
+            if changed and self.point is not None:
+                self._note(f"from here on the last bits may be others than without the stop: {', '.join(changed)}")
+
+    def _changed_environment(self, now: dict[str, Any]) -> list[str]:
+        """What is another than when this run was started the last time."""
+        starts = [row for row in read_rows(self.run_dir, "events") if row["kind"] == "start"] if self.resume else []
+        return differences(starts[-1].get("environment", {}), now) if starts else []
+
+    def _note(self, message: str) -> None:
+        self.store.event("notice", message, step=self.step)
+        self.trackers.note(self.wording(message))
+
+    def _warn(self, message: str) -> None:
+        self.store.event("warning", message, step=self.step)
+        self.trackers.note(f"{WARNING}{self.wording(message)}")
+
+    def _show_completions(self, groups: list[Group]) -> None:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts[: self.config.run.log_completions]:
+            self.trackers.note(f"step {self.step}  {shown_completion(rollout)}")
+
+    def _sum_up(self, outcome: Status) -> list[str]:
+        """Say at the end what went wrong on the way. Returns it, without how the run ended."""
+        self.store.flush()
+        troubles = find_troubles(self.run_dir)
+        if troubles:
+            self._warn(f"{outcome}, but {'; '.join(troubles)}")
+        return troubles
+
+    async def _try_rewards(self, tasks: list[Task], steps: int, *, loop: bool = True) -> None:
+        """Before a run's first start; see `try_rewards`."""
+        if self.resume:
+            return
+
+        def tell(names: list[str]) -> None:
+            self.trackers.phase("trying", f"{' and '.join(names)} with made-up completions")
+
+        self.prepared.notices += await try_rewards(self.config, tasks, steps, loop=loop, tell=tell)
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def _open_store(self) -> RunStore:
+        if not self.resume:
+            return RunStore(self.run_dir, self.config)
+        check_same_run(self.run_dir, self.config)
+        self.point = find_resume_point(self.run_dir)
+        if self.point is not None:
+            check_same_tasks(self.point, self.prepared.tasks, self.config)
+            self.step = self.point.state["step"]
+        store = RunStore.reopen(self.run_dir)
+        try:
+            record_options(self.run_dir, self.config)
+            store.rewind(self.step if self.point is not None else -1)
+            remove_leftovers(self.run_dir)
+            shutil.rmtree(self.run_dir / self.scratch, ignore_errors=True)
+            store.event("resume", f"going on after step {self.step}", step=self.step)
+        except BaseException:
+            store.close()  # lets another process have the run
+            raise
+        return store
+
+    def _tracker_failed(self, message: str) -> None:
+        self.store.event("tracker_failed", message, step=self.step)
+        self.trackers.note(message)
+
+    def _stop(self) -> None:
+        if self.stopping:
+            return
+        self.stopping = True
+        self._asked.set()
+        if hasattr(self, "store"):
+            why = "interrupted" if self.signal in (None, signal.SIGINT) else signal.Signals(self.signal).name
+            what = "giving up what is under way" if self._gives_up else "finishing this step"
+            self._note(f"{why}: {what} and writing a checkpoint (Ctrl-C again to stop at once)")

@@ -1,0 +1,106 @@
+"""A run's workers: one actor, the rollout workers, one reward worker, and the way weights go between the first two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mrl.backends import BACKENDS, Backend, Resources, WorkerHandle
+from mrl.config import OrchestratorConfig
+from mrl.loop.preflight import engine_gpus, reward_worker_args
+from mrl.sync import SYNC_METHODS, WeightSync
+from mrl.types import SamplingParams
+
+
+async def spawn_actor(
+    backend: Backend, config: OrchestratorConfig, max_model_len: int | None, total_steps: int
+) -> WorkerHandle:
+    """The worker that trains; not initialised yet."""
+    from mrl.actor.worker import ActorWorker
+
+    return await backend.spawn(
+        ActorWorker,
+        name="actor",
+        resources=Resources(gpu=config.runtime.actor_gpu),
+        args={
+            "model": config.model.model_dump() | {"max_model_len": max_model_len},
+            "training": config.training.model_dump(),
+            "total_steps": total_steps,
+            "algorithm": config.algorithm.model_dump(),
+        },
+    )
+
+
+async def spawn_rollout(
+    backend: Backend, config: OrchestratorConfig, max_model_len: int | None, index: int, *, alone: bool = False
+) -> WorkerHandle:
+    """Rollout worker number `index`; it has no weights yet. alone: no actor, and no other rollout worker."""
+    from mrl.workers.rollout import RolloutWorker
+
+    return await backend.spawn(
+        RolloutWorker,
+        name=f"rollout-{index}",
+        resources=Resources(gpu=config.runtime.rollout_gpu),
+        args={
+            "engine": config.runtime.engine,
+            "model": config.model.model_dump() | {"max_model_len": max_model_len},
+            "options": engine_options(config, index, alone=alone),
+        },
+    )
+
+
+async def spawn_rewards(backend: Backend, config: OrchestratorConfig) -> WorkerHandle:
+    """The worker that scores."""
+    from mrl.workers.reward import RewardWorker
+
+    return await backend.spawn(
+        RewardWorker, name="reward", resources=Resources(), args=reward_worker_args(config.reward)
+    )
+
+
+def rollout_workers(config: OrchestratorConfig) -> int:
+    """How many rollout workers there are: for servers that run already, one for each."""
+    return len(config.serving.vllm_urls) or config.runtime.num_rollout_workers
+
+
+def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = False) -> dict[str, Any]:
+    """What rollout worker `index` makes its engine with. alone: no actor, and no other rollout worker."""
+    options = config.serving.options_of(config.runtime.engine)
+    if options:
+        options["sync_timeout"] = config.runtime.sync_timeout
+    elif config.runtime.engine == "transformers" and config.overlap.by_group:
+        options["continuous"] = True
+    if "vllm_devices" in options:
+        options["vllm_devices"] = config.serving.devices_of(0) if alone else engine_gpus(config)[0][index]
+    if "vllm_urls" in options:
+        urls = options.pop("vllm_urls")
+        options["url"] = urls[index]
+    return options
+
+
+def make_sync(config: OrchestratorConfig, folder: Path) -> WeightSync:
+    """The run's way of sending weights. folder: where they are written unless `weight_sync_dir` says otherwise."""
+    runtime = config.runtime
+    extra = {"over": runtime.delta_over, "full_every": runtime.delta_full_every}
+    shared = runtime.weight_sync_dir
+    where = folder if shared is None else Path(shared).expanduser() / f"mrl-weights-{folder.parent.name}"
+    return SYNC_METHODS.get(runtime.weight_sync_method)(
+        where.absolute(),  # engines run in other working directories
+        deadline=runtime.sync_timeout,
+        lora=config.serving.lora_sync if config.model.use_lora else None,
+        shares_modules=BACKENDS.get(runtime.backend).shares_memory,
+        **(extra if runtime.weight_sync_method == "delta" else {}),
+    )
+
+
+def sampling_params(config: OrchestratorConfig) -> SamplingParams:
+    """The run's sampling distribution and limits."""
+    generation = config.generation
+    return SamplingParams(
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        min_p=generation.min_p,
+        max_tokens=config.sampled_tokens,
+        stop=tuple(generation.stop),
+    )

@@ -1,0 +1,1 @@
+"""Sampler against trainer: how far apart they are, why, and what corrects for it."""

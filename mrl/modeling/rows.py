@@ -1,0 +1,114 @@
+"""A train batch as tensors: right-padded rows that can be cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.sampler_fits import Cut
+from mrl.types import Sample, TrainBatch
+
+NO_CUT = Cut()
+
+
+@dataclass
+class Rows:
+    """A batch, or a micro-batch of it, as tensors: B rows of L tokens, of which at most T are the completion's."""
+
+    samples: list[Sample]
+    ids_BL: Tensor
+    prompt_lengths_B: Tensor
+    completion_lengths_B: Tensor
+    completion_BT: Tensor
+    mask_BT: Tensor
+    advantages_BT: Tensor
+    sampler_logprobs_BT: Tensor
+    temperature: float
+    weights_BT: Tensor
+    old_logprobs_BT: Tensor | None = None
+    ref_logprobs_BT: Tensor | None = None
+    new_logprobs_BT: Tensor | None = None
+    """Of the latest pass that trained on these rows, without its gradient."""
+    kept_BT: Tensor | None = None
+    """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
+    entropy_weights_BT: Tensor | None = None
+    compared_BT: Tensor | None = None
+    """Whether a trained token is compared with its sampler, by the version it was sampled with; None = none is."""
+    cut: Cut = NO_CUT
+    """How the samplers were told to cut the distribution."""
+    layout: Any = None
+    """How the rows went through the model the last time (see mrl.modeling.forward), for the next pass over them."""
+
+    def take(self, index: list[int]) -> Rows:
+        """The rows with these indices, cut to the longest of them."""
+        index_B = torch.tensor(index, device=self.mask_BT.device)
+        longest = int((self.prompt_lengths_B + self.completion_lengths_B)[index_B].max())
+        completion = int(self.completion_lengths_B[index_B].max())
+        cut = {
+            name: value[index_B] if value.dim() == 1 else value[index_B, : longest if name == "ids_BL" else completion]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, samples=[self.samples[i] for i in index], layout=None, **cut)  # type: ignore[arg-type]
+
+
+def make_rows(batch: TrainBatch, device: torch.device, version: int | None = None) -> Rows:
+    """version: of the weights whose tokens are compared with the sampler's; None = no token is."""
+    samples = batch.samples
+    longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+    completion = max(len(s.completion_ids) for s in samples)
+
+    def table(values: list[list[Any]], width: int, dtype: torch.dtype) -> Tensor:
+        filled = torch.zeros(len(values), width, dtype=dtype)
+        for row, value in enumerate(values):
+            filled[row, : len(value)] = torch.tensor(value, dtype=dtype)
+        return filled.to(device)
+
+    mask_BT = table([s.mask for s in samples], completion, torch.float32)
+    compared_BT = None
+    if version is not None:
+        compared_BT = table([_is_version(s, version) for s in samples], completion, torch.bool) & mask_BT.bool()
+    reference = [s.reference_logprobs for s in samples]
+    return Rows(
+        samples=samples,
+        ids_BL=table([s.prompt_ids + s.completion_ids for s in samples], longest, torch.long),
+        prompt_lengths_B=torch.tensor([len(s.prompt_ids) for s in samples], device=device),
+        completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
+        completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
+        mask_BT=mask_BT,
+        advantages_BT=_advantages(batch, table, mask_BT),
+        sampler_logprobs_BT=table([s.logprobs for s in samples], completion, torch.float32),
+        temperature=batch.temperature,
+        weights_BT=torch.empty_like(mask_BT),
+        compared_BT=compared_BT,
+        cut=Cut(batch.top_p, batch.top_k, batch.min_p),
+        ref_logprobs_BT=None
+        if any(values is None for values in reference)
+        else table([values or [] for values in reference], completion, torch.float32),
+    )
+
+
+def versions_of(sample: Sample) -> set[int]:
+    """Of the weights that sampled its tokens."""
+    given = sample.policy_version
+    return {given} if isinstance(given, int) else set(given)
+
+
+def _is_version(sample: Sample, version: int) -> list[bool]:
+    given = sample.policy_version
+    return [given == version] * len(sample.completion_ids) if isinstance(given, int) else [v == version for v in given]
+
+
+def _advantages(batch: TrainBatch, table: Callable[..., Tensor], mask_BT: Tensor) -> Tensor:
+    if not any(isinstance(advantage, list) for advantage in batch.advantages):
+        by_sample_B = torch.tensor(batch.advantages, dtype=torch.float32, device=mask_BT.device)
+        return by_sample_B[:, None].expand_as(mask_BT)
+    by_token = [
+        advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)
+        for advantage, sample in zip(batch.advantages, batch.samples, strict=True)
+    ]
+    return table(by_token, mask_BT.shape[1], torch.float32)

@@ -1,0 +1,1 @@
+"""Small things about this process and machine: threads, signals, shells, scratch space, units."""

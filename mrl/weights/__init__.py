@@ -1,0 +1,1 @@
+"""Weights on their way: tensors, checksums, files, differences, the network."""

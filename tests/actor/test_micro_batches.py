@@ -1,0 +1,44 @@
+"""Cutting rows into micro-batches: every row once, within the budget, little padding."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.actor.micro_batches import by_count, by_tokens
+from mrl.types import Sample
+
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=30)
+
+
+def samples(rows: list[tuple[int, int]]) -> list[Sample]:
+    return [Sample([prompt] * (prompt + 1), [1] * n, [0.0] * n, [1] * n, 0) for prompt, n in rows]
+
+
+@given(rows=ROWS, parts=st.integers(1, 40))
+def test_by_count(rows: list[tuple[int, int]], parts: int) -> None:
+    batches = by_count(samples(rows), parts)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
+    assert len(batches) == min(parts, len(rows))
+    assert max(map(len, batches)) - min(map(len, batches)) <= 1
+
+
+@given(rows=ROWS, most=st.integers(1, 200), shared=st.booleans())
+def test_by_tokens(rows: list[tuple[int, int]], most: int, shared: bool) -> None:
+    made = samples(rows)
+    batches = by_tokens(made, most, shared_prompts=shared)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
+    for batch in batches:
+        lengths = [len(made[i].prompt_ids) + len(made[i].completion_ids) for i in batch]
+        if shared:
+            prompts = {tuple(made[i].prompt_ids) for i in batch}
+            tokens = sum(map(len, prompts)) + sum(len(made[i].completion_ids) for i in batch)
+        else:
+            tokens = len(batch) * max(lengths)
+        assert tokens <= most or len(batch) == 1
+
+
+def test_groups_stay_together_and_lengths_beside_each_other() -> None:
+    made = samples([(0, 5), (1, 30), (0, 6), (1, 2), (2, 9)])
+    assert by_tokens(made, 1000, shared_prompts=True) == [[1, 3, 4, 2, 0]]
+    assert by_tokens(made, 1000, shared_prompts=False) == [[1, 4, 2, 0, 3]]
