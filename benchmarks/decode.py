@@ -25,8 +25,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from mrl.engines.transformers.decode_step import StepKind
 from mrl.engines.transformers.engine import TransformersEngine
+from mrl.engines.transformers.model import StepKind
 from mrl.system.threads import give_back_team
 from mrl.types import GenerateRequest, SamplingParams
 

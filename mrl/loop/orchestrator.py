@@ -3,7 +3,8 @@
     tasks -> rollouts -> rewards -> groups -> advantages -> actor step -> weight sync -> next tasks
 
 One direction, no way back except the weights. Every rollout is written down before it is forgotten. What is generated
-while the actor trains, and how far ahead, is the stream's to say (`mrl/loop/schedule.py`): there is one loop for all modes.
+while the actor trains, and how far ahead, is the stream's to say (`mrl/loop/schedule.py`): there is one loop for all
+modes.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ _users = 0
 def fixed_order(device: torch.device) -> Iterator[None]:
     """On CPU torch's own operations give the same bits every time meanwhile.
 
-    What mrl adds up it adds in one order anyway (`mrl.modeling.gather`); this is for models that index by themselves, to
-    send tokens to experts for instance. Elsewhere it does nothing: on GPUs it would cost time, or forbid kernels.
+    What mrl adds up it adds in one order anyway (`mrl.modeling.gather`); this is for models that index by themselves,
+    to send tokens to experts for instance. Elsewhere it does nothing: on GPUs it would cost time, or forbid kernels.
     The switch is the whole process's; a user's own stays as it is.
     """
     global _users

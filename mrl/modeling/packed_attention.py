@@ -125,7 +125,7 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within the rows of `line`, as transformers' attention functions are called (by `mrl.modeling.attention`).
+    """Causal attention within the rows of `line`, as transformers' attention functions are called.
 
     query: [1, heads, N, D]; key, value: [1, groups, N, D]. Returns ([1, N, heads, D], None). Raises NotPackableError.
     """

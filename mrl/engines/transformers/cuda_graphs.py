@@ -1,11 +1,22 @@
-"""Recording steps as CUDA graphs."""
+"""Recording steps: what a recorder does, and the one that makes CUDA graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Recorder(Protocol):
+    """Turns a call into one that can be repeated without Python: with every number in it frozen, on the same memory."""
+
+    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
+        """Call it in the surroundings in which it will be recorded."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The repeatable call. Raises RuntimeError when `run` does what cannot be recorded."""
 
 
 class CudaGraphs:

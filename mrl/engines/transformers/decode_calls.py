@@ -8,32 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from mrl.engines.transformers.decode_queue import Job
+from mrl.engines.transformers.decode_queue import Call, Job, new_answer
 from mrl.errors import EngineError
 from mrl.system.threads import InTurn
 from mrl.types import Completion, GenerateRequest
 
 _ONE_AT_A_TIME = InTurn("mrl-engine")
 """The thread of all engines in this process that end a call before they take the next one."""
-
-
-class Call:
-    """The requests of one `generate`, and the completions so far."""
-
-    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
-        self.requests = requests
-        self.answer: Future[list[Completion]] = _future()
-        self.cancelled = False
-        self._completions: dict[int, Completion] = {}
-
-    def take(self, index: int, completion: Completion) -> None:
-        """Request number `index` ended."""
-        self._completions[index] = completion
-
-    def deliver(self) -> None:
-        """Answer, once every request has ended."""
-        if len(self._completions) == len(self.requests) and not self.answer.done():
-            self.answer.set_result([self._completions[i] for i in range(len(self.requests))])
 
 
 class Decode(Protocol):
@@ -193,20 +174,13 @@ class DecodeThread:
 class _Errand:
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
-        self.answer: Future[Any] = _future()
+        self.answer: Future[Any] = new_answer()
 
     def run(self) -> None:
         try:
             self.answer.set_result(self.function())
         except Exception as error:  # raised again where the answer is awaited
             self.answer.set_exception(error)
-
-
-def _future() -> Future[Any]:
-    """One that whoever waits for it cannot cancel: it may be answered at any moment."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
 
 
 def _closed() -> EngineError:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
-from mrl.types import GenerateRequest
-
-if TYPE_CHECKING:
-    from mrl.engines.transformers.decode_calls import Call
+from mrl.types import Completion, GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +22,25 @@ class Limits:
     """Rows that decode together; each has logits over the whole vocabulary."""
     prefill_tokens: int
     """Prompts x longest prompt of one prefill forward."""
+
+
+class Call:
+    """The requests of one `generate`, and the completions so far."""
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self.requests = requests
+        self.answer: Future[list[Completion]] = new_answer()
+        self.cancelled = False
+        self._completions: dict[int, Completion] = {}
+
+    def take(self, index: int, completion: Completion) -> None:
+        """Request number `index` ended."""
+        self._completions[index] = completion
+
+    def deliver(self) -> None:
+        """Answer, once every request has ended."""
+        if len(self._completions) == len(self.requests) and not self.answer.done():
+            self.answer.set_result([self._completions[i] for i in range(len(self.requests))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +118,10 @@ def first_that_fit(queue: Iterable[Job], running: Sequence[Job], limits: Limits,
             break
         jobs.append(job)
     return jobs
+
+
+def new_answer() -> Future[Any]:
+    """One that whoever waits for it cannot cancel: it may be answered at any moment."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

@@ -1,26 +1,22 @@
 """The ways to take one decoding step: what a batch of rows asks of them, and the one whose cache grows.
 
-`eager` calls the model on a cache of exactly the columns in use. `static` (mrl.engines.transformers.static_step) calls it on a cache
-of fixed size, so that a step is the same sequence of kernels each time and can be recorded once and replayed.
+`eager` calls the model on a cache of exactly the columns in use. `static` (mrl.engines.transformers.static_step) calls
+it on a cache of fixed size, so that a step is the same sequence of kernels each time and can be recorded once and
+replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from mrl.engines.transformers.kv_cache import GrowingCache, select_rows
-
-if TYPE_CHECKING:
-    from mrl.engines.transformers.model import CausalLM
-    from mrl.engines.transformers.prefill import Prefilled
-
-StepKind = Literal["auto", "eager", "static"]
-"""`auto`: static on CUDA where the model allows it, else eager."""
+from mrl.engines.transformers.model import CausalLM
+from mrl.engines.transformers.prefill import Prefilled
 
 
 class DecodeStep(Protocol):

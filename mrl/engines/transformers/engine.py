@@ -16,10 +16,10 @@ from mrl.engines.requests import check_request, check_sequence, eos_ids
 from mrl.engines.transformers.decode import decode
 from mrl.engines.transformers.decode_calls import Call, DecodeThread
 from mrl.engines.transformers.decode_queue import Job, Limits, jobs_of
-from mrl.engines.transformers.decode_step import StepKind
-from mrl.engines.transformers.model import CausalLM
+from mrl.engines.transformers.model import CausalLM, StepKind
 from mrl.engines.transformers.score import score
 from mrl.engines.transformers.stop_strings import StopStrings
+from mrl.engines.transformers.trial import fitted
 from mrl.engines.transformers.weights import load_directory
 from mrl.errors import EngineError, SyncError
 from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer
@@ -50,7 +50,7 @@ class TransformersEngine:
         static on CUDA, for models that can.
     version: the policy version the model holds now.
 
-    Raises EngineError when the model cannot be served: see `CausalLM`.
+    Raises EngineError when the model cannot be served: see `fitted`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TransformersEngine:
         self._stop_strings = StopStrings(tokenizer)
         self._max_model_len = max_model_len
         self._autocast_dtype, self._decode_step = autocast_dtype, decode_step
-        self._lm: CausalLM | None = CausalLM(model, max_model_len, autocast_dtype, decode_step)
+        self._lm: CausalLM | None = fitted(model, max_model_len, autocast_dtype, decode_step)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         self.capacity = self._limits.max_rows if continuous else None
@@ -177,7 +177,7 @@ class TransformersEngine:
         if module is self._lm.module:
             return
         try:
-            self._lm = CausalLM(module, self._max_model_len, self._autocast_dtype, self._decode_step)
+            self._lm = fitted(module, self._max_model_len, self._autocast_dtype, self._decode_step)
         except EngineError as e:
             raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
 

@@ -13,32 +13,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from mrl.engines.transformers.cuda_graphs import CudaGraphs
-from mrl.engines.transformers.decode_step import StepKind
+from mrl.engines.transformers.cuda_graphs import CudaGraphs, Recorder
 from mrl.engines.transformers.kv_cache import GrowingCache, layer_windows
 from mrl.engines.transformers.lean_step import LeanStep, can_be_lean
-from mrl.engines.transformers.static_step import Recorder
-from mrl.engines.transformers.trial import fastest_path, takes_static_steps
 from mrl.errors import EngineError
 
 Path = Literal["own steps", "own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:
 
 - own steps: as the next one, but for steps of one token per row, which `LeanStep` computes.
-- own masks: our in-place cache, ready 4D masks instead of their making in every layer kind and step, `mrl.modeling.attention`.
+- own masks: our in-place cache, ready 4D masks instead of their making in every layer kind and step, and
+  `mrl.modeling.attention`.
 - model's masks: our in-place cache, masks made by the model from which columns hold tokens.
 - model's cache: everything by the model, with the cache that transformers would use. Rows cannot be replaced then.
 """
 
+StepKind = Literal["auto", "eager", "static"]
+"""`auto`: static on CUDA where the model allows it, else eager."""
+
 
 class CausalLM:
-    """A loaded model (possibly wrapped by PEFT, possibly the actor's own) with one way to run it.
-
-    Which way is tried out when it is built: the fastest whose logits are those of plain forwards (see `fastest_path`).
+    """A loaded model (possibly wrapped by PEFT, possibly the actor's own) with one way to run it: its own, until
+    `mrl.engines.transformers.trial.fitted` has found a faster one.
 
     Raises EngineError for a model the decode loop cannot serve: encoder-decoder, without a selectable cache, without
-    explicit positions, PEFT prompt learning, or with fewer positions than `max_model_len`; and for one that cannot take
-    static steps where `decode_step` asks for them.
+    explicit positions, PEFT prompt learning, or with fewer positions than `max_model_len`.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class CausalLM:
         self.windows = layer_windows(self.config)
         self.lean = LeanStep(self.inner) if autocast_dtype is None and can_be_lean(self.inner) else None
         """Steps of one token by mrl's own hand, if the model is one it is written for."""
-        self.path: Path = fastest_path(self)
-        self._decode_step, self._records = decode_step, self.device.type == "cuda"
-        self.static = self._decodes_static()
+        self.path: Path = "model's cache"
+        self.decode_step, self._records = decode_step, self.device.type == "cuda"
+        self.static = False
         """Whether decoding takes static steps."""
 
     @property
@@ -112,13 +111,13 @@ class CausalLM:
     def refuse_recording(self, error: RuntimeError) -> None:
         """No step of this model is recorded any more; with `auto`, the next batch takes eager ones."""
         first = (str(error).strip().splitlines() or [""])[0][:200]
-        instead = "eager steps follow" if self._decode_step == "auto" else "its static steps run unrecorded, and slower"
+        instead = "eager steps follow" if self.decode_step == "auto" else "its static steps run unrecorded, and slower"
         warnings.warn(
             f"decode_step: {type(self.inner).__name__} could not be recorded as a CUDA graph, {instead} "
             f"({type(error).__name__}: {first})",
             stacklevel=2,
         )
-        self._records, self.static = False, self._decode_step == "static"
+        self._records, self.static = False, self.decode_step == "static"
 
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, real_BL: Tensor | None, cache: Cache | None, keep: int
@@ -183,17 +182,6 @@ class CausalLM:
             return seen_B1TL
         # On CPU, torch's attention would make this of it in every layer.
         return torch.zeros(seen_B1TL.shape, dtype=self.inner.dtype).masked_fill_(~seen_B1TL, -torch.inf)
-
-    def _decodes_static(self) -> bool:
-        if self._decode_step == "eager" or (self._decode_step == "auto" and self.device.type != "cuda"):
-            return False
-        static = takes_static_steps(self)
-        if self._decode_step == "static" and not static:
-            raise EngineError(
-                f"decode_step: {type(self.inner).__name__} does not give the same logits with a cache of fixed size; "
-                "use auto or eager"
-            )
-        return static
 
     def _check(self, accepted: Container[str], text_config: PreTrainedConfig, max_model_len: int) -> None:
         name = type(self.inner).__name__

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from mrl.engines.transformers.kv_cache import GrowingCache
-
-if TYPE_CHECKING:
-    from mrl.engines.transformers.model import CausalLM
+from mrl.engines.transformers.model import CausalLM
 
 TokenIds = tuple[int, ...]
 

@@ -11,33 +11,20 @@ and masks what its window leaves out.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from mrl.engines.transformers.kv_cache import GrowingCache
+from mrl.engines.transformers.model import CausalLM
+from mrl.engines.transformers.prefill import Prefilled
 from mrl.engines.transformers.static_cache import StaticCache
-
-if TYPE_CHECKING:
-    from mrl.engines.transformers.model import CausalLM
-    from mrl.engines.transformers.prefill import Prefilled
 
 WARM_UP_STEPS = 3
 """Steps of a size before it is recorded: a recording has to pay, and a size that is soon left needs none."""
 
 MIN_COLUMNS = 64
 """Fewest columns that are looked at; a multiple of 8, as attention kernels want their masks."""
-
-
-class Recorder(Protocol):
-    """Turns a call into one that can be repeated without Python: with every number in it frozen, on the same memory."""
-
-    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
-        """Call it in the surroundings in which it will be recorded."""
-
-    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The repeatable call. Raises RuntimeError when `run` does what cannot be recorded."""
 
 
 class StaticStep:

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mrl.engines.transformers.kv_cache import GrowingCache
+from mrl.engines.transformers.model import CausalLM, Path, StepKind
 from mrl.engines.transformers.prefill import Prefilled
 from mrl.engines.transformers.static_step import StaticStep
+from mrl.errors import EngineError
 from mrl.modeling.attention import REPLACED, install
-
-if TYPE_CHECKING:
-    from mrl.engines.transformers.model import CausalLM, Path
 
 _LENGTHS = (6, 9, 4)
 """Prompts of the trial: two beside each other, and one that takes the place of the first."""
+
+
+def fitted(
+    module: nn.Module, max_model_len: int, autocast_dtype: torch.dtype | None, decode_step: StepKind = "auto"
+) -> CausalLM:
+    """The model, with the fastest way to run it whose logits are those of plain forwards.
+
+    Raises EngineError for a model the decode loop cannot serve (see `CausalLM`), and for one that cannot take static
+    steps where `decode_step` asks for them.
+    """
+    lm = CausalLM(module, max_model_len, autocast_dtype, decode_step)
+    lm.path = fastest_path(lm)
+    lm.static = _decodes_static(lm)
+    return lm
 
 
 def fastest_path(lm: CausalLM) -> Path:
@@ -47,6 +60,18 @@ def fastest_path(lm: CausalLM) -> Path:
             return path
         lm.text_config._attn_implementation = before
     return "model's cache"
+
+
+def _decodes_static(lm: CausalLM) -> bool:
+    if lm.decode_step == "eager" or (lm.decode_step == "auto" and lm.device.type != "cuda"):
+        return False
+    static = takes_static_steps(lm)
+    if lm.decode_step == "static" and not static:
+        raise EngineError(
+            f"decode_step: {type(lm.inner).__name__} does not give the same logits with a cache of fixed size; "
+            "use auto or eager"
+        )
+    return static
 
 
 def takes_static_steps(lm: CausalLM) -> bool:

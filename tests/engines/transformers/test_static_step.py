@@ -22,9 +22,9 @@ from mrl.config import ModelConfig
 from mrl.engines.transformers import cuda_graphs
 from mrl.engines.transformers import decode as transformers_decode
 from mrl.engines.transformers.engine import TransformersEngine
-from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.static_cache import StaticLayer
 from mrl.engines.transformers.static_step import MIN_COLUMNS, WARM_UP_STEPS, StaticStep, size_for
+from mrl.engines.transformers.trial import fitted
 from mrl.errors import EngineError
 from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
 from tests.engines.small_models import assert_same
@@ -253,7 +253,7 @@ def test_a_model_that_cannot_be_recorded_goes_on_unrecorded(wanted):
     expected = generate(TransformersEngine(model, None, max_model_len=128), requests())
     engine = static_engine(model, Refuses())
     lm = engine._lm
-    lm._decode_step = wanted
+    lm.decode_step = wanted
     with pytest.warns(UserWarning, match="decode_step: Qwen2ForCausalLM could not be recorded .* not permitted"):
         assert_same(generate(engine, requests()), expected)
     assert lm.static == (wanted == "static")
@@ -271,11 +271,11 @@ def test_static_steps_with_other_logits_are_not_taken(monkeypatch):
     put = StaticLayer.put
     monkeypatch.setattr(StaticLayer, "put", lambda self, slots, *args: put(self, slots * 0, *args))
     with pytest.raises(EngineError, match="does not give the same logits"):
-        CausalLM(build("llama"), 128, None, "static")
+        fitted(build("llama"), 128, None, "static")
 
 
 def test_auto_is_eager_on_cpu():
-    assert not CausalLM(build("llama"), 128, None).static
+    assert not fitted(build("llama"), 128, None).static
 
 
 def test_the_option_reaches_the_engine_and_the_modules_it_adopts(tiny_model):
