@@ -22,29 +22,6 @@ from . import frames
 MAX_DETAIL = 1500
 
 
-def serve(channel: int) -> None:
-    """Never returns. The first message is the program: `s` a script, `c` to be called, `o` to be used
-    through proxies, `t` trusted tests that use those."""
-    leave = os._exit
-    try:
-        kind, body = frames.read(channel)
-        code = body.decode("utf-8", "surrogatepass")
-        if kind == b"s":
-            run_script(code, channel)
-        elif kind == b"c":
-            run_calls(code, channel)
-        elif kind == b"o":
-            from .objects import run_objects
-
-            run_objects(code, channel)
-        elif kind == b"t":
-            from .tester import run_tests
-
-            run_tests(json.loads(body), channel)
-    finally:  # whatever the program broke: nothing of it goes further
-        leave(1)
-
-
 def new_main() -> dict[str, Any]:
     main = types.ModuleType("__main__")
     names = main.__dict__

@@ -18,8 +18,11 @@ import sys
 from itertools import pairwise
 from typing import Any
 
-from . import child, kernel, objects, tester
+from . import frames, kernel
+from .child import run_calls, run_script
 from .layers import Confinement
+from .objects import run_objects
+from .tester import run_tests
 
 _COMMON = """
 __future__ _bisect _strptime _collections_abc _datetime _decimal _heapq _json _random _struct abc array ast base64
@@ -119,13 +122,29 @@ def become_program(fds: list[int], limits: dict, confinement: Confinement, paren
         sys.__stdin__ = sys.stdin  # type: ignore[misc]
     except BaseException as error:  # whatever it is, the program was not run
         message = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace")[:1000]
-        os.write(3, child.frames.pack(b"S", message))
+        os.write(3, frames.pack(b"S", message))
         os._exit(0)
-    os.write(3, child.frames.pack(b"C"))  # from here on the program may speak; what it says of us is not believed
-    child.serve(3)
+    os.write(3, frames.pack(b"C"))  # from here on the program may speak; what it says of us is not believed
+    run_program(3)
 
 
-PROXIES = (objects, tester)  # imported before the fork
+def run_program(channel: int) -> None:
+    """Never returns. The first message is the program: `s` a script, `c` to be called, `o` to be used
+    through proxies, `t` trusted tests that use those."""
+    leave = os._exit
+    try:
+        kind, body = frames.read(channel)
+        code = body.decode("utf-8", "surrogatepass")
+        if kind == b"s":
+            run_script(code, channel)
+        elif kind == b"c":
+            run_calls(code, channel)
+        elif kind == b"o":
+            run_objects(code, channel)
+        elif kind == b"t":
+            run_tests(json.loads(body), channel)
+    finally:  # whatever the program broke: nothing of it goes further
+        leave(1)
 
 
 def reap(pid: int) -> dict[str, Any]:
