@@ -14,9 +14,10 @@ import yaml
 
 from mrl.config import OrchestratorConfig, flat_fields, load_recipe, nest
 from mrl.config.dialects import PYTHON_ONLY
-from mrl.config.recipe import located, yaml_numbers
+from mrl.config.recipe import located
 from mrl.config.section import unknown_option
 from mrl.errors import ConfigError, MRLError
+from mrl.system.yaml_values import yaml_numbers
 
 Groups = Mapping[str, tuple[str, Iterable[str]]]
 """Title → (a sentence, flat names of options): how a command's help shows them."""

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from mrl.errors import ConfigError
+from mrl.system.yaml_values import yaml_numbers
 
 
 def load_recipe(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -100,23 +101,3 @@ def _lines_within(
         except ValueError as error:  # what looks like a date and is none
             raise ConfigError(f"{path}, line {line}: {name}: {error}; put text in quotes") from None
     return lines | inner
-
-
-def yaml_value(text: str) -> Any:
-    """One value as a recipe would have it: `true`, `1e-5`, `[1, 2]`, text. Raises ConfigError."""
-    try:
-        return yaml_numbers(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{text!r} is not a YAML value ({getattr(error, 'problem', error)})") from None
-
-
-def yaml_numbers(value: Any) -> Any:
-    """YAML 1.1 reads `1e-5` as text (it wants `1.0e-5`); people write the former."""
-    if isinstance(value, dict):
-        return {key: yaml_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, str) and "e" in value.lower() and value[:1] in "+-.0123456789":
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value

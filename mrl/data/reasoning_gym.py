@@ -16,8 +16,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from mrl.config.recipe import yaml_value
 from mrl.errors import ConfigError, DataError
+from mrl.system.yaml_values import yaml_value
 from mrl.types import derive_seed
 
 DEFAULT_SIZE = 500

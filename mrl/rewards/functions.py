@@ -18,10 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from mrl.errors import ConfigError, RewardError
-from mrl.rewards import REWARDS
 from mrl.rewards.base import Reward
 from mrl.rewards.combine import check_weights
 from mrl.rewards.function_reward import FunctionReward
+from mrl.rewards.members import REWARDS
 from mrl.sandbox.base import Limits, Sandbox
 
 RewardSpec = str | Callable[..., Any] | Reward

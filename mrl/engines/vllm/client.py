@@ -16,7 +16,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
-import mrl
 from mrl.engines.vllm.memory import advice
 from mrl.engines.vllm.process import wire
 from mrl.engines.vllm.process.ending import end_group, shared_memory
@@ -109,7 +108,7 @@ class VLLMProcess:
         self, settings: dict[str, Any], version: int, python: str | None, env: dict[str, str]
     ) -> dict[str, Any]:
         # The other environment has no mrl: it sees this one through a folder that holds nothing else.
-        (self.folder / "mrl").symlink_to(Path(mrl.__file__).resolve().parent, target_is_directory=True)
+        (self.folder / "mrl").symlink_to(Path(__file__).resolve().parents[2], target_is_directory=True)
         inherited = [] if python is not None else [p for p in (os.environ.get("PYTHONPATH"),) if p]
         environment = {
             "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}",

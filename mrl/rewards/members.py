@@ -1,0 +1,18 @@
+"""The rewards that have a name."""
+
+from typing import Any
+
+from mrl.registry import Registry
+
+REWARDS: Registry[Any] = Registry(
+    "rewards",
+    "reward_funcs",
+    {
+        "sandbox": "mrl.rewards.code:CodeReward",
+        "sandbox_partial": "mrl.rewards.code:PartialCodeReward",
+        "math_verify": "mrl.rewards.math_verify:MathVerifyReward",
+        "reasoning_gym": "mrl.rewards.reasoning_gym:ReasoningGymReward",
+    },
+)
+"""Rewards by name. A member is a reward function, a `Reward`, or a class of one; a class is called with those of
+`sandbox` and `limits` that it accepts."""
