@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mrl.actor.lora import adapts_parameters, add_lora, public_state_dict
+from mrl.actor.lora import adapts_parameters, add_lora
 from mrl.actor.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
 from mrl.actor.objective import Objective, kl_estimator
 from mrl.actor.optimizer import check_offload, make_optimizer, make_scheduler
@@ -171,10 +171,6 @@ class ActorWorker:
                 kl[row] = value
         return kl
 
-    def get_weights(self) -> dict[str, Tensor]:
-        """The policy's tensors under their Hugging Face names, adapters merged; detached, not copied where possible."""
-        return public_state_dict(self.model)
-
     def host(self) -> str:
         """The machine it is on."""
         return machine()
@@ -190,14 +186,25 @@ class ActorWorker:
         self.gap_probe.published(self.model, version, shared=True)
         return WeightRef(version, module=self.model)
 
-    def write_weights(self, folder: str, version: int, how: str = "files", **options: Any) -> WeightRef:
-        """Write the policy for rollout workers to load, by a method of `mrl.actor.publisher`. Raises SyncError."""
-        if self.publisher is None:
-            self.publisher = Publisher(self.model, self.tokenizer)
-        ref: WeightRef = getattr(self.publisher, how)(Path(folder), version, **options)
-        if how != "last_whole":  # which writes once more what was published before
-            self.gap_probe.published(self.model, version)
-        return ref
+    def write_weights(self, folder: str, version: int, **options: Any) -> WeightRef:
+        """Write the policy as files, for rollout workers to load: `Publisher.files`. Raises SyncError."""
+        return self._published(self._publisher().files(Path(folder), version, **options))
+
+    def write_memory(self, folder: str, version: int, **options: Any) -> WeightRef:
+        """Write it to shared memory: `Publisher.in_memory`. Raises SyncError."""
+        return self._published(self._publisher().in_memory(Path(folder), version, **options))
+
+    def write_model(self, folder: str, version: int, **options: Any) -> WeightRef:
+        """Write it as a model folder: `Publisher.whole_model`. Raises SyncError."""
+        return self._published(self._publisher().whole_model(Path(folder), version, **options))
+
+    def write_difference(self, folder: str, version: int, **options: Any) -> WeightRef:
+        """Write what changed since the version before: `Publisher.difference`. Raises SyncError."""
+        return self._published(self._publisher().difference(Path(folder), version, **options))
+
+    def write_last_whole(self, folder: str, version: int, **options: Any) -> WeightRef:
+        """Write once more, and whole, what was published last: `Publisher.last_whole`. Raises SyncError."""
+        return self._publisher().last_whole(Path(folder), version, **options)
 
     def save_checkpoint(
         self, path: str, state: dict[str, Any], *, beside: bool = False, served: str | None = None
@@ -244,6 +251,17 @@ class ActorWorker:
             wait([self.writing])
         if self.publisher is not None:
             self.publisher.close()
+
+    # --- publishing -------------------------------------------------------------------------------------------------
+
+    def _publisher(self) -> Publisher:
+        if self.publisher is None:
+            self.publisher = Publisher(self.model, self.tokenizer)
+        return self.publisher
+
+    def _published(self, ref: WeightRef) -> WeightRef:
+        self.gap_probe.published(self.model, ref.version)
+        return ref
 
     # --- one update -------------------------------------------------------------------------------------------------
 

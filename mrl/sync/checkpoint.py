@@ -17,7 +17,7 @@ class CheckpointSync(WeightSync):
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         own(self.folder)
         dtype = self.what(workers)["dtype"]
-        ref: WeightRef = await actor.call("write_weights", str(self.folder), version, how="whole_model", dtype=dtype)
+        ref: WeightRef = await actor.call("write_model", str(self.folder), version, dtype=dtype)
         return ref
 
     async def load(self, worker: WorkerHandle, ref: WeightRef) -> dict[str, Any]:

@@ -30,14 +30,15 @@ class DeltaSync(WeightSync):
         full = since is None or since + 1 >= self.full_every
         dtypes = {self.abilities[worker.name]["dtype"] for worker in workers}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        ref = await self._write(actor, self.folder, version, how="difference", full=full, dtype=dtype)
+        ref = await self._write(actor, "write_difference", self.folder, version, full=full, dtype=dtype)
         self.since_full = 0 if since is None or ref.base is None else since + 1
         return ref
 
     async def catch_up(self, actor: WorkerHandle, worker: WorkerHandle) -> None:
         """A worker without the version before needs everything, as it was published: the actor may be further."""
         assert self.current is not None, "nothing was published yet"
-        self.current = await self._write(actor, self.folder / "whole", self.current.version, how="last_whole")
+        whole = self.folder / "whole"
+        self.current = await self._write(actor, "write_last_whole", whole, self.current.version)
         await super().catch_up(actor, worker)
 
     def close(self) -> None:
@@ -46,14 +47,14 @@ class DeltaSync(WeightSync):
                 scratch.remove(folder)
         self.memory = None
 
-    async def _write(self, actor: WorkerHandle, folder: Path, version: int, **how: Any) -> WeightRef:
+    async def _write(self, actor: WorkerHandle, method: str, folder: Path, version: int, **options: Any) -> WeightRef:
         if self.over == "direct":
             if self.memory is None:
                 self.memory = shared_folder()
             folder = self.memory / folder.relative_to(self.folder)
         elif self.over == "reload":
             own(self.folder)
-        ref: WeightRef = await actor.call("write_weights", str(folder), version, durable=self.over == "volume", **how)
+        ref: WeightRef = await actor.call(method, str(folder), version, durable=self.over == "volume", **options)
         if self.over == "volume":
             ref.pull_seconds = self.deadline
         return ref

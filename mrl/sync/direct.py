@@ -29,10 +29,9 @@ class DirectSync(WeightSync):
             self.memory = shared_folder()
             self.actor_host = await actor.call("host")
         ref: WeightRef = await actor.call(
-            "write_weights",
+            "write_memory",
             str(self.memory),
             version,
-            how="in_memory",
             # Where workers are spawned anywhere, one that replaces another may be on another machine than it was.
             served=not self.shares_modules or any(a["host"] != self.actor_host for a in abilities),
             **self.what(workers),

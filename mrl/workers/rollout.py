@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import threading
 from collections.abc import Sequence
@@ -96,18 +95,6 @@ class RolloutWorker:
         sequences = [TokenSequence(tuple(p), tuple(c), temperature) for p, c in zip(prompts, completions, strict=True)]
         return await self._ready().logprobs(sequences)
 
-    async def pause(self, mode: str = "keep") -> None:
-        """Stop scheduling; requests in flight are kept, waited for or aborted (`keep`, `wait`, `abort`)."""
-        await self._if_it_can("pause", mode=mode)
-
-    async def resume(self) -> None:
-        """Go on after `pause`."""
-        await self._if_it_can("resume")
-
-    async def abort(self, request_ids: list[str]) -> None:
-        """End these requests; their completions come back as far as they are."""
-        await self._if_it_can("abort", request_ids)
-
     def capacity(self) -> int | None:
         """Requests it can work on at the same time, come when they may; None = it decodes one batch at a time."""
         limit: int | None = getattr(self.engine, "capacity", None)
@@ -119,14 +106,6 @@ class RolloutWorker:
         return None if own is None else await own()
 
     # --- the engine's life ------------------------------------------------------------------------------------------
-
-    async def sleep(self, level: int = 1) -> None:
-        """Free the device's memory while the actor needs it. EngineError where the engine cannot."""
-        await self._if_it_can("sleep", level)
-
-    async def wake(self) -> None:
-        """Take the memory back after `sleep`; after level 2 it generates once it has been sent weights."""
-        await self._if_it_can("wake")
 
     async def health(self) -> dict[str, Any]:
         """The version served (None before the first weights, and after they were dropped), and what the engine says of
@@ -171,14 +150,6 @@ class RolloutWorker:
                 self.deltas = DeltaReader(self.scratch / "whole")
             ref = self.deltas.apply(ref)
         return ref
-
-    async def _if_it_can(self, method: str, *args: Any, **kwargs: Any) -> None:
-        bound = getattr(self._ready(), method, None)
-        if bound is None:
-            raise EngineError(f"{self.engine_class.__name__} cannot {method}; engine vllm can")
-        result = bound(*args, **kwargs)
-        if inspect.isawaitable(result):
-            await result
 
     def _held(self, ref: WeightRef) -> str | None:
         """The checksum of what the engine holds: as it says itself, or computed from its tensors."""

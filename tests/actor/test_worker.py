@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mrl.actor.lora import public_state_dict
 from mrl.actor.worker import ActorWorker
 from mrl.algorithms.base import LossSettings, LossTerms, token_weights
 from mrl.algorithms.grpo import GRPO
@@ -287,7 +288,7 @@ def test_lora_trains_only_the_adapter_and_its_merged_weights_say_the_same(tiny_m
     assert changed
     assert all("lora_" in name for name in changed)
     merged = AutoModelForCausalLM.from_pretrained(tiny_model)
-    merged.load_state_dict(actor.get_weights(), strict=True)
+    merged.load_state_dict(public_state_dict(actor.model), strict=True)
     sample = batch.samples[0]
     with torch.no_grad():
         expected = logprobs_of(actor.model, sample.prompt_ids, sample.completion_ids, 1.0)
@@ -375,7 +376,7 @@ def test_a_lora_checkpoint_loads_through_its_base(tiny_model: str, tmp_path: Pat
     path = str(tmp_path / "step-2")
     actor.save_checkpoint(path, {})
     loaded = load_model(ModelConfig(model=path, device="cpu"))
-    for name, value in actor.get_weights().items():
+    for name, value in public_state_dict(actor.model).items():
         torch.testing.assert_close(loaded.state_dict()[name], value, atol=1e-6, rtol=1e-5, msg=name)
 
 

@@ -127,10 +127,10 @@ async def test_the_engine_and_its_worker_report_no_version_meanwhile(tmp_path: P
     worker.engine = engine
     asked = [GenerateRequest("r", (1,), SamplingParams(max_tokens=1), seed=0)]
     assert (await worker.generate(asked))[0].policy_version == 3
-    await worker.sleep(2)
+    await engine.sleep(2)
     assert engine.version is None
     assert engine.held() is None
-    await worker.wake()
+    await engine.wake()
     assert (await worker.health())["version"] is None
     with pytest.raises(EngineError, match="load weights first"):
         await worker.generate(asked)
