@@ -21,7 +21,6 @@ from mrl.store.export import STDOUT, export
 from mrl.store.filters import Filter
 from mrl.store.find import RunSummary, all_runs, find_run, runs_root, summarize
 from mrl.store.lock import RunLock, is_locked
-from mrl.store.migrate import migrate
 from mrl.store.read import RunReader, Split
 from mrl.store.rows import jsonable
 from mrl.store.schema import check_version
@@ -36,7 +35,6 @@ USAGE = """usage: mrl runs [list] [--json]
        mrl runs rollouts RUN [--step N] [--task ID] [--failed] [--eval] [--limit N] [--json]
        mrl runs export RUN --format parquet|jsonl [--rows rollouts|metrics|events] [--output FILE]
        mrl runs delete RUN [--yes]
-       mrl runs migrate RUN
 
 RUN is a run's folder, or its name below $MRL_RUNS (default: ./runs)."""
 
@@ -245,7 +243,7 @@ def _export(argv: list[str]) -> int:
     return 0
 
 
-# --- delete and migrate -----------------------------------------------------------------------------------------------
+# --- delete -----------------------------------------------------------------------------------------------------------
 
 
 def _delete(argv: list[str]) -> int:
@@ -280,17 +278,6 @@ def _delete(argv: list[str]) -> int:
     return 0
 
 
-def _migrate(argv: list[str]) -> int:
-    given = _parse("migrate", "Convert a run that an older mrl wrote.", argv, run=RUN)
-    folder = _find(given["run"])
-    version = migrate(folder)
-    if given.get("json"):
-        _print_json({"run": str(folder), "from_version": version})
-    else:
-        _say(f"{folder}: converted from store version {version}")
-    return 0
-
-
 # --- small things -----------------------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Callable[[list[str]], int]] = {
@@ -300,7 +287,6 @@ ACTIONS: dict[str, Callable[[list[str]], int]] = {
     "rollouts": _rollouts,
     "export": _export,
     "delete": _delete,
-    "migrate": _migrate,
 }
 RUN = argument("The run's folder or name.", positional=True, required=True, metavar="RUN")
 _SPLITS: tuple[Split, ...] = ("train", "eval")

@@ -31,7 +31,7 @@ from mrl.store.lock import RunLock
 from mrl.store.read import read_rows
 from mrl.store.record import write_record
 from mrl.store.rows import number, step_id_of, text, to_json
-from mrl.store.schema import DATABASE, LEGACY_FILES, check_version, create_database
+from mrl.store.schema import DATABASE, check_version, create_database
 from mrl.store.writer import Writer
 from mrl.system.environment import library_versions
 from mrl.types import Group
@@ -208,7 +208,7 @@ class RunStore:
 
 def _holds_a_run(folder: Path) -> bool:
     """True also for a database with steps whose configuration is gone: it is not written over."""
-    if (folder / CONFIG).exists() or any((folder / name).exists() for name in LEGACY_FILES):
+    if (folder / CONFIG).exists():
         return True
     if not (folder / DATABASE).exists():
         return False

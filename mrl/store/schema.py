@@ -7,16 +7,13 @@ import sqlite3
 from pathlib import Path
 
 from mrl.errors import StoreError
-from mrl.system.shell import command
 
 DATABASE = "run.db"
 VERSION = 1
-"""Of the tables below. A change to them raises it and adds a step to `mrl/store/migrate.py`."""
+"""Of the tables below. A change to them raises it."""
 APPLICATION_ID = 0x6D726C31
 """Marks the file as ours ("mrl1")."""
 BUSY_SECONDS = 60.0
-LEGACY_FILES = ("metrics.jsonl", "rollouts.jsonl", "eval_metrics.jsonl", "eval_rollouts.jsonl", "events.jsonl")
-"""Version 0 was a folder of JSON lines."""
 
 TABLES = """
 CREATE TABLE run (                     -- one row
@@ -131,9 +128,9 @@ def open_reader(folder: Path) -> sqlite3.Connection:
 
 
 def version_of(folder: Path) -> int | None:
-    """The version of the store in `folder`, 0 for JSON lines, None where there is no store. Raises StoreError."""
+    """The version of the store in `folder`, None where there is none. Raises StoreError."""
     if not (folder / DATABASE).is_file():
-        return 0 if any((folder / name).is_file() for name in LEGACY_FILES) else None
+        return None
     try:
         connection = _connect_reader(folder)
         try:
@@ -149,14 +146,14 @@ def version_of(folder: Path) -> int | None:
 
 
 def check_version(folder: Path) -> None:
-    """Raises StoreError, with the command to use, unless the store in `folder` is of this version."""
+    """Raises StoreError, with what to do, unless the store in `folder` is of this version."""
     version = version_of(folder)
     if version is None:
         raise StoreError(f"{folder} holds no record of a run ({DATABASE} is missing)")
     if version < VERSION:
         raise StoreError(
             f"{folder} was written by an older mrl (store version {version}, this one reads {VERSION}); "
-            f"convert it with `{command('mrl', 'runs', 'migrate', folder)}`"
+            "read it with that one"
         )
     if version > VERSION:
         raise StoreError(

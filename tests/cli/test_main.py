@@ -210,7 +210,6 @@ HELPS = {
     "runs rollouts": "Print",
     "runs export": "Write",
     "runs delete": "Delete",
-    "runs migrate": "Convert",
     "sandbox check": "layer",
 }
 

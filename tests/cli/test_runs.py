@@ -135,7 +135,6 @@ def test_delete(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
         (["export", "first", "--format", "parquet", "--output", "-"], "name a file"),
         (["export", "first", "--format", "jsonl", "--output", "first"], "first exists"),
         (["export", "first", "--format", "jsonl", "--output", "no/such/folder"], "cannot be written"),
-        (["migrate", "first"], "needs no conversion"),
     ],
 )
 def test_mistakes_end_with_a_message(argv: list[str], message: str, make_run: Callable[..., Path]) -> None:

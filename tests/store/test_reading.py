@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import sqlite3
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,7 @@ import mrl.store.filters
 from mrl.config import OrchestratorConfig
 from mrl.errors import StoreError
 from mrl.store.filters import Filter
-from mrl.store.migrate import migrate
 from mrl.store.read import RunReader
-from mrl.store.rows import jsonable, to_rollout
 from mrl.store.run import RunStore, read_rows
 from mrl.types import Group, Rollout, Task
 
@@ -176,7 +172,7 @@ def test_a_newer_store_is_refused(make_run: Callable[..., Path]) -> None:
     folder = make_run()
     with sqlite3.connect(folder / "run.db") as db:
         db.execute("PRAGMA user_version = 2")
-    for use in (RunReader, RunStore.reopen, migrate):
+    for use in (RunReader, RunStore.reopen):
         with pytest.raises(StoreError, match=r"newer mrl \(store version 2.*pip install --upgrade mrl"):
             use(folder)
 
@@ -189,49 +185,10 @@ def test_what_is_no_store_is_refused(make_run: Callable[..., Path], content: byt
         RunReader(folder)
 
 
-def as_version_0(folder: Path, make_groups: Any) -> dict[int, list[Group]]:
-    """Make of `folder` what version 0 wrote, with a last step that was cut short."""
-    (folder / "run.db").unlink()
-    groups = {step: make_groups(step, failed=1) for step in (1, 2, 3)}
-    groups[1][0].rollouts[1].reward, groups[1][1].rollouts[0].reward = float("inf"), float("nan")
-    files: dict[str, list[Any]] = {
-        name: [] for name in ("metrics", "rollouts", "eval_metrics", "eval_rollouts", "events")
-    }
-    for step, some in groups.items():
-        files["rollouts"] += [{"step": step, **asdict(r)} for group in some for r in group.rollouts]
-        if step < 3:
-            files["metrics"].append(
-                {"step": step, "time": 100.0 + step, "reward/mean": 0.5, "train/loss": float("nan")}
-            )
-    files["eval_rollouts"] = [{"step": 0, **asdict(r)} for g in make_groups(0, tasks=1) for r in g.rollouts]
-    files["eval_metrics"] = [{"step": 0, "time": 100.0, "eval/mean": 0.25}]
-    files["events"] = [{"time": 99.0, "kind": "notice", "message": "hi", "step": 1, "more": [1]}]
-    for name, rows in files.items():
-        text = "".join(json.dumps(jsonable(row, finite=True)) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text + '{"step": 3, "cut' * (name == "rollouts"))
-    return groups
-
-
-def test_version_0_is_refused_with_the_command_and_migrates(make_run: Callable[..., Path], make_groups: Any) -> None:
+def test_an_older_store_is_refused(make_run: Callable[..., Path]) -> None:
     folder = make_run()
-    before = as_version_0(folder, make_groups)
+    with sqlite3.connect(folder / "run.db") as db:
+        db.execute("PRAGMA user_version = 0")
     for use in (RunReader, RunStore.reopen, lambda f: list(read_rows(f, "metrics"))):
-        with pytest.raises(StoreError, match=rf"older mrl \(store version 0.*mrl runs migrate {folder}"):
+        with pytest.raises(StoreError, match=r"older mrl \(store version 0.*read it with that one"):
             use(folder)
-    shutil.copytree(folder, folder.with_name("killed"))
-    (folder.with_name("killed") / "migrating").mkdir()  # an earlier attempt was killed
-    for run in (folder, folder.with_name("killed")):
-        assert migrate(run) == 0
-        with RunReader(run) as reader:
-            assert reader.run()["status"] == "interrupted"
-            assert [step["step"] for step in reader.steps()] == [1, 2]  # whole steps only
-            assert str(reader.metrics(1)["train/loss"]) == "nan"
-            rows = list(reader.rollouts())
-            assert repr(list(map(to_rollout, rows))) == repr([r for s in (1, 2) for g in before[s] for r in g.rollouts])
-            assert reader.series("eval/mean", "eval") == [(0, 0.25)]
-            assert reader.count(Filter("eval")) == 2
-            assert [(e["message"], e["more"]) for e in reader.events()] == [("hi", [1])]
-        RunStore.reopen(run).close()
-        assert not (run / "migrating").exists()
-        with pytest.raises(StoreError, match="needs no conversion"):
-            migrate(run)
