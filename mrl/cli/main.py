@@ -19,7 +19,7 @@ from typing import Any
 from mrl.cli.last_resort import run_command, says_everything
 from mrl.errors import ConfigError, MRLError
 from mrl.system.shell import command
-from mrl.system.units import duration, plural, size
+from mrl.system.units import duration, plural
 
 Command = Callable[[list[str]], int]
 
@@ -190,7 +190,7 @@ def _print_run(result: Any, config: Any) -> None:
     print(f"  {command('mrl', 'train', '--model', name)} …   # train on from here")
 
 
-# --- doctor and cache -------------------------------------------------------------------------------------------------
+# --- doctor -----------------------------------------------------------------------------------------------------------
 
 
 def doctor(argv: list[str]) -> int:
@@ -217,46 +217,6 @@ def doctor(argv: list[str]) -> int:
     return 0 if report.ok else 1
 
 
-def cache(argv: list[str]) -> int:
-    """List or clear what mrl and the Hub keep on disk."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(
-            "usage: mrl cache list [--json]\n       mrl cache clear [--model NAME] [--dry-run] [--json]\n\n"
-            "`clear` removes mrl's own cache; with --model, that model of the Hub cache\n"
-            "instead. Runs are never touched."
-        )
-        return 0
-    from mrl.cli.flags import argument, parse
-    from mrl.cli.hub_cache import clear_cache, list_cache
-
-    action, *rest = argv
-    if action not in ("list", "clear"):
-        raise ConfigError(f"mrl cache: {action!r} is neither list nor clear")
-    extra = {"json": argument("Print the entries as JSON.", default="off", kind=bool)}
-    if action == "clear":
-        extra |= {
-            "model": argument("Remove this model from the Hub cache."),
-            "dry_run": argument("Only say what would be removed.", default="off", kind=bool),
-        }
-    given = parse(f"mrl cache {action}", cache.__doc__ or "", rest, options=[], extra=extra)
-    dry_run = given.get("dry_run", False)
-    entries = list_cache() if action == "list" else clear_cache(given.get("model"), dry_run=dry_run)
-    if given.get("json"):
-        _print_json([asdict(entry) for entry in entries])
-        return 0
-    verb = {"list": "", "clear": "would remove " if dry_run else "removed "}[action]
-    for entry in entries:
-        print(f"{verb}{entry.kind:8} {size(entry.bytes):>10}  {entry.name}")
-    if not entries:
-        print("nothing is cached" if action == "list" else "nothing to remove")
-    if action == "clear" and not given.get("model"):
-        models = [entry for entry in list_cache() if entry.kind == "model"]
-        if models:
-            left = size(sum(entry.bytes for entry in models))
-            _say(f"{plural(len(models), 'model')} of the Hub cache were left ({left}); `mrl cache clear --model NAME`")
-    return 0
-
-
 # --- small things -----------------------------------------------------------------------------------------------------
 
 
@@ -280,7 +240,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "replay": (_lazily("mrl.cli.checkpoints:replay"), "recompute a recorded step and show what differs"),
     "sandbox": (_lazily("mrl.cli.sandbox:sandbox"), "grade a program, or say which isolation works here"),
     "doctor": (doctor, "what is installed, what works here, and why not"),
-    "cache": (cache, "list or clear what is kept on disk"),
+    "cache": (_lazily("mrl.cli.cache:cache"), "list or clear the models that are kept on disk"),
 }
 
 
@@ -294,10 +254,6 @@ def _overview() -> str:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str, ensure_ascii=not says_everything()))
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Against real folders: a Hub cache as huggingface_hub lays it out, and mrl's own."""
+"""Against real folders: a Hub cache as huggingface_hub lays it out."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from mrl.cli.hub_cache import TAG_FILE, cache_dir, clear_cache, list_cache
+from mrl.cli.cache import cache, cached, clear
 from mrl.errors import ConfigError
 
 
@@ -15,8 +16,6 @@ from mrl.errors import ConfigError
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from huggingface_hub import constants
 
-    monkeypatch.setenv("MRL_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MRL_RUNS", str(tmp_path / "runs"))
     folder = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     return folder
@@ -37,45 +36,42 @@ def add_repo(hub: Path, name: str, kind: str = "models", revisions: tuple[str, .
     return repo
 
 
-def test_lists_own_and_hub_entries(hub: Path) -> None:
-    assert list_cache() == []
+def test_lists_the_largest_first(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cached() == []
+    assert cache(["list"]) == 0
+    assert "nothing is cached" in capsys.readouterr().out
     add_repo(hub, "org/small")
     add_repo(hub, "org/large", revisions=("b" * 40, "c" * 40))
     add_repo(hub, "org/rows", kind="datasets")
-    (cache_dir(create=True) / "weights").mkdir()
-    (cache_dir() / "weights" / "v1.safetensors").write_bytes(b"y" * 10)
-    found = [(entry.kind, entry.name, entry.bytes) for entry in list_cache()]
-    assert found == [
-        ("mrl", "weights", 10),
+    assert cache(["list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(entry["kind"], entry["name"], entry["bytes"]) for entry in found] == [
         ("model", "org/large", 2000),
         ("dataset", "org/rows", 1000),
         ("model", "org/small", 1000),
     ]
-    assert all(entry.last_used > 1e9 for entry in list_cache())
+    assert all(entry["last_used"] > 1e9 for entry in found)
+    assert cache(["list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["model", "dataset", "model"]
 
 
-def test_clear_takes_only_mrls_own(hub: Path, tmp_path: Path) -> None:
+def test_clear_says_what_it_removes(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     repo = add_repo(hub, "org/model")
-    own = cache_dir(create=True)
-    (own / "weights").mkdir()
-    (own / "weights" / "v1").write_bytes(b"y" * 10)
-    (own / "loose").write_bytes(b"z" * 5)
-    would = clear_cache(dry_run=True)
-    assert [entry.name for entry in would] == ["loose", "weights"]
-    assert (own / "weights" / "v1").exists()
-    assert clear_cache() == would
-    assert [path.name for path in own.iterdir()] == [TAG_FILE]
+    assert cache(["clear", "--model", "org/model", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("would remove model")
     assert repo.exists()
-    assert clear_cache() == []
+    assert cache(["clear", "--model", "org/model"]) == 0
+    assert capsys.readouterr().out.startswith("removed model")
+    assert not repo.exists()
 
 
 def test_clear_model_takes_every_revision_of_that_model_only(hub: Path) -> None:
     repo = add_repo(hub, "org/model", revisions=("b" * 40, "c" * 40))
     other = add_repo(hub, "org/model-2")
     rows = add_repo(hub, "org/model", kind="datasets")
-    assert [entry.bytes for entry in clear_cache("org/model", dry_run=True)] == [2000]
+    assert clear("org/model", dry_run=True).size_on_disk == 2000
     assert repo.exists()
-    assert [entry.name for entry in clear_cache("org/model")] == ["org/model"]
+    assert clear("org/model").repo_id == "org/model"
     assert not repo.exists()
     assert other.exists()
     assert rows.exists()
@@ -85,7 +81,7 @@ def test_a_copy_with_the_same_commits_stays(hub: Path) -> None:
     names = [f"org/copy-{i}" for i in range(6)]
     repos = [add_repo(hub, name) for name in names]
     for number, name in enumerate(names):
-        clear_cache(name)
+        clear(name)
         assert [repo.exists() for repo in repos] == [False] * (number + 1) + [True] * (5 - number)
 
 
@@ -95,16 +91,16 @@ def test_an_interrupted_download_can_be_cleared(hub: Path) -> None:
     (repo / "snapshots" / ("b" * 40) / "model.safetensors").unlink()
     (repo / "snapshots" / ("b" * 40)).rmdir()
     (repo / "blobs" / "part.incomplete").write_bytes(b"x")
-    clear_cache("org/half")
+    clear("org/half")
     assert not repo.exists()
 
 
 def test_unknown_models_name_the_cached_ones(hub: Path) -> None:
     with pytest.raises(ConfigError, match=r"'org/model' is not in the Hub cache .*\(cached: none\)"):
-        clear_cache("org/model")
+        clear("org/model")
     add_repo(hub, "org/model")
     with pytest.raises(ConfigError, match=r"did you mean 'org/model'\? \(cached: org/model\)"):
-        clear_cache("org/modle")
+        clear("org/modle")
 
 
 def test_links_are_never_followed(hub: Path, tmp_path: Path) -> None:
@@ -112,42 +108,13 @@ def test_links_are_never_followed(hub: Path, tmp_path: Path) -> None:
     hub.mkdir()
     (hub / outside.name).symlink_to(outside)
     with pytest.raises(ConfigError, match="outside the cache: left alone"):
-        clear_cache("org/linked")
+        clear("org/linked")
     assert (outside / "refs" / "main").exists()
 
     repo = add_repo(hub, "org/model")
     precious = tmp_path / "precious.txt"
     precious.write_text("mine")
     (repo / "snapshots" / ("a" * 40) / "extra").symlink_to(precious)
-    clear_cache("org/model")
+    clear("org/model")
     assert not repo.exists()
     assert precious.read_text() == "mine"
-
-    (cache_dir(create=True) / "link").symlink_to(tmp_path / "elsewhere")
-    assert [entry.name for entry in clear_cache()] == ["link"]
-    assert (outside / "refs" / "main").exists()
-
-
-def test_a_folder_that_is_not_mrls_cache_is_left_alone(hub: Path) -> None:
-    folder = cache_dir()
-    folder.mkdir(parents=True)
-    (folder / "thesis.tex").write_text("mine")
-    assert list_cache() == []
-    for call in (clear_cache, lambda: cache_dir(create=True)):
-        with pytest.raises(ConfigError, match="MRL_HOME"):
-            call()
-    assert (folder / "thesis.tex").exists()
-
-
-def test_runs_inside_the_cache_are_left_alone(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = cache_dir(create=True) / "mine" / "runs"
-    runs.mkdir(parents=True)
-    monkeypatch.setenv("MRL_RUNS", str(runs))
-    assert clear_cache() == []
-    assert runs.exists()
-
-
-def test_default_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MRL_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / ".cache" / "mrl"
