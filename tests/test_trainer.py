@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from mrl.loop.recorded_run import RunResult
-from mrl.store.run import newest_checkpoint, read_rows
+from mrl.store.checkpoints import list_checkpoints
+from mrl.store.run import read_rows
 from tests.letter_runs import TASKS, metrics_of, run, share_of_a
 from tests.small_runs import distinct
 from tests.soak import slow_but
@@ -98,7 +99,7 @@ def test_everything_is_recorded(tiny_model: str, tmp_path: Path) -> None:
         assert row["messages"][-1]["role"] == "assistant"
     assert [row["step"] for row in read_rows(folder, "eval_metrics")] == [0, 2, 3]
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-2", "step-3"]
-    assert newest_checkpoint(folder) == result.checkpoint
+    assert list_checkpoints(folder)[-1].path == result.checkpoint
     assert (folder / "reward.png").stat().st_size > 5000
     needed = {
         *(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
@@ -41,14 +41,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if c < k:
         return 1.0 - math.prod((n - k - i) / (n - i) for i in range(c))
     return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))
-
-
-def mean_pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
-    """Mean pass@k over tasks. counts: (n samples, c passed) of each task. Raises ValueError, also for no task."""
-    values = [pass_at_k(n, c, k) for n, c in counts]
-    if not values:
-        raise ValueError("pass@k of no task at all")
-    return fmean(values)
 
 
 def mean_interval(

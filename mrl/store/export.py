@@ -20,7 +20,6 @@ from mrl.types import Group
 Rows = Literal["rollouts", "metrics", "events"]
 Format = Literal["parquet", "jsonl"]
 ROWS = get_args(Rows)
-FORMATS = get_args(Format)
 ROW_GROUP = 512
 """Rows of a parquet file that are in memory together."""
 STDOUT = "-"

@@ -67,16 +67,6 @@ def shortest_name(run: Path) -> str:
     return name
 
 
-def newest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint of the latest step, or None."""
-    found = [
-        (int(path.name.removeprefix("step-")), path)
-        for path in (run / "checkpoints").glob("step-*")
-        if path.name.removeprefix("step-").isdigit()
-    ]
-    return max(found)[1] if found else None
-
-
 def all_runs(root: Path | None = None) -> list[Path]:
     """The folders of all runs below `root` (default: `runs_root()`), oldest first."""
     root = root or runs_root()

@@ -26,7 +26,7 @@ import yaml
 from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError, StoreError
 from mrl.store.export import write_rollouts
-from mrl.store.find import find_run, newest_checkpoint, runs_root
+from mrl.store.find import find_run, runs_root
 from mrl.store.lock import RunLock
 from mrl.store.read import read_rows
 from mrl.store.record import write_record
@@ -36,7 +36,7 @@ from mrl.store.writer import Writer
 from mrl.system.environment import library_versions
 from mrl.types import Group
 
-__all__ = ["RunStore", "find_run", "newest_checkpoint", "read_rows", "runs_root", "write_rollouts"]
+__all__ = ["RunStore", "find_run", "read_rows", "runs_root", "write_rollouts"]
 
 Outcome = Literal["finished", "interrupted", "failed"]
 

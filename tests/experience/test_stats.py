@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.experience.stats import Interval, mean_interval, mean_pass_at_k, mean_reward, pass_at_k, pass_rate
+from mrl.experience.stats import Interval, mean_interval, mean_reward, pass_at_k, pass_rate
 
 
 @settings(max_examples=200, deadline=None)
@@ -49,12 +49,6 @@ def test_pass_at_k_holds_for_large_numbers() -> None:
 def test_pass_at_k_refuses(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match=r"pass@k needs"):
         pass_at_k(n, c, k)
-
-
-def test_mean_pass_at_k() -> None:
-    assert mean_pass_at_k([(4, 4), (4, 0), (4, 1), (2, 1)], 1) == pytest.approx((1 + 0 + 0.25 + 0.5) / 4)
-    with pytest.raises(ValueError, match="no task"):
-        mean_pass_at_k([], 1)
 
 
 def test_mean_interval_of_a_worked_example() -> None:

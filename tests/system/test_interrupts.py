@@ -25,7 +25,7 @@ from mrl.actor.worker import ActorWorker
 from mrl.cli.main import main
 from mrl.loop.recorded_run import RunResult
 from mrl.store.checkpoints import list_checkpoints
-from mrl.store.run import newest_checkpoint, read_rows
+from mrl.store.run import read_rows
 from mrl.system.interrupts import interrupts
 from tests import small_runs
 from tests.small_runs import distinct, record_of
@@ -218,7 +218,7 @@ def test_a_programs_second_interrupt_ends_the_process(tiny_model: str, tmp_path:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "stopped at once. Nothing was kept: no checkpoint had been written. Begin again with: MRLTrainer(" in err
-    assert newest_checkpoint(tmp_path / "r") is None
+    assert not list_checkpoints(tmp_path / "r")
 
 
 def test_handlers_are_there_only_meanwhile() -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -71,18 +71,6 @@ class IsolatedExecutor:
         futures = [self.submit(execution) for execution in executions]
         try:
             return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
-        finally:
-            self._cancel(futures)
-
-    async def execute_stream(self, executions: list[Execution]) -> AsyncIterator[tuple[int, Observation]]:
-        """Index and observation of each, as they end."""
-        futures = [self.submit(execution) for execution in executions]
-        waiting = {asyncio.wrap_future(future): index for index, future in enumerate(futures)}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for future in done:
-                    yield waiting.pop(future), future.result()
         finally:
             self._cancel(futures)
 
