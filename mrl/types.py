@@ -138,6 +138,8 @@ class Sample:
 
 
 RolloutStatus = Literal["ok", "failed"]
+Outcome = Literal["finished", "interrupted", "failed"]
+"""How a run ended."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from mrl.experience.shaping import KL, is_scored, shape_by_length
 from mrl.loop.attempts import Producer
 from mrl.loop.checkpointing import Checkpointing
 from mrl.loop.preflight import Prepared, check_disk, prepare, total_steps
-from mrl.loop.progress import showing_progress
+from mrl.loop.progress import WorkerWatch
 from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Stream, Taken, staleness
@@ -68,7 +68,9 @@ class Orchestrator(RecordedRun):
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_stream()
         try:
-            await self._loop()
+            watch = WorkerWatch(lambda: self.policy.workers, lambda: [self.actor, self.rewards])
+            async with self.progress.watching(self._look, watch):
+                await self._loop()
         finally:
             await self.stream.close()
 
@@ -132,10 +134,10 @@ class Orchestrator(RecordedRun):
         groups: list[Group] = []
         taken: Taken | None = None
         metrics: dict[str, float] = {}
+        self.progress.begin("generating", self.step, self.stream.sizes[self.step])
         try:
             with self._timed("wait"):
-                async with showing_progress(self.trackers, self.workers, self._generates):
-                    taken = await self._take()
+                taken = await self._take()
             groups = taken.groups
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
@@ -195,7 +197,7 @@ class Orchestrator(RecordedRun):
         batch = make_batch(groups, self.config)
         if not batch.num_tokens:
             self.watch.no_update(self.step, groups, batch)
-        self.trackers.phase("training")
+        self.progress.stage("training")
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
         if metrics["train/updates_skipped"]:
@@ -208,7 +210,7 @@ class Orchestrator(RecordedRun):
             if not self.config.overlap.in_flight:
                 with self._timed("wait"):
                     await self.stream.quiet()
-            self.trackers.phase("sending weights")
+            self.progress.stage("syncing")
             with self._timed("sync"):
                 self.version += 1
                 report = await self.policy.sync(self.sync, self.actor, self.version)
@@ -225,8 +227,8 @@ class Orchestrator(RecordedRun):
     async def _attempt_held_out(self) -> None:
         start = perf_counter()
         seed = derive_seed(self.config.training.seed, "eval")
-        async with showing_progress(self.trackers, self.workers, lambda: True, "evaluating"):
-            groups = await self.source.collect(self.prepared.eval_tasks, self.policy, 1, seed=seed)
+        self.progress.begin("evaluating", self.step, len(self.prepared.eval_tasks))
+        groups = await self.source.collect(self.prepared.eval_tasks, self.policy, 1, seed=seed)
         await score_groups(self.rewards, groups, self._trainer_state(None))
         metrics = rollout_metrics(groups, self.config, prefix="eval")
         self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
@@ -247,7 +249,7 @@ class Orchestrator(RecordedRun):
             await self._checkpoint(last=True)
 
     async def _checkpoint(self, *, last: bool) -> None:
-        self.trackers.phase("saving")
+        self.progress.stage("saving")
         if self.boundary is None:
             await self.stream.settle()
         state = (self.boundary or self._state()) | {
@@ -339,9 +341,20 @@ class Orchestrator(RecordedRun):
     def _trainer_state(self, epoch: float | None) -> TrainerState:
         return TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=epoch)
 
-    def _generates(self) -> bool:
-        """Whether anything is being sampled, rather than scored."""
-        return any(ticket.stage == "generating" for ticket in self.stream.tickets)
+    def _look(self) -> None:
+        """What is under way now, for those who watch the run."""
+        facts, stream = self.progress.facts, self.stream
+        generating = [ticket for ticket in stream.tickets if ticket.stage == "generating"]
+        attempts = self.config.training.num_generations * sum(len(ticket.indices) for ticket in generating)
+        facts.in_flight = attempts + (facts.groups_wanted if facts.stage == "evaluating" else 0)
+        if facts.stage not in ("generating", "scoring"):
+            return
+        self.progress.stage("generating" if generating else "scoring")
+        any_step = self.config.overlap.by_group
+        groups = [g for t in stream.tickets if any_step or t.step == self.step for g in t.groups]
+        groups += [group for ticket in stream.taking for group in ticket.groups]
+        scored = sum(all(is_scored(r) or r.status == "failed" for r in group.rollouts) for group in groups)
+        facts.groups_done = min(scored, facts.groups_wanted)
 
     def _just_synced(self) -> bool:
         return self.step % self.config.runtime.sync_weights_every == 0

@@ -112,6 +112,8 @@ class Stream:
         """Tasks drawn for each step to come."""
         self.tickets: list[Ticket] = []
         """Drawn and not handed out yet, in order."""
+        self.taking: list[Ticket] = []
+        """What the step that waits has so far."""
         self.dropped: list[Group] = []
         self.counts = _no_counts()
         self.draws_again = self.endings = 0
@@ -141,7 +143,7 @@ class Stream:
 
         Raises what `produce` raised. Cancelled, it takes nothing.
         """
-        taken: list[Ticket] = []
+        taken = self.taking = []
         try:
             return await self._take(step, version, taken)
         except asyncio.CancelledError:
