@@ -25,7 +25,7 @@ from mrl.loop.checkpointing import Checkpointing
 from mrl.loop.collector import Collector
 from mrl.loop.preflight import Prepared, check_disk, prepare, total_steps
 from mrl.loop.producer import Producer
-from mrl.loop.progress import showing_progress
+from mrl.loop.progress import WorkerWatch
 from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Taken
@@ -70,7 +70,9 @@ class Orchestrator(RecordedRun):
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_scheduler()
         try:
-            await self._loop()
+            watch = WorkerWatch(lambda: self.policy.workers, lambda: [self.actor, self.rewards])
+            async with self.progress.watching(self._look, watch):
+                await self._loop()
         finally:
             await self.scheduler.close()
 
@@ -134,10 +136,10 @@ class Orchestrator(RecordedRun):
         groups: list[Group] = []
         taken: Taken | None = None
         metrics: dict[str, float] = {}
+        self.progress.begin("generating", self.step, self.stream.sizes[self.step])
         try:
             with self._timed("wait"):
-                async with showing_progress(self.trackers, self.workers, self._generates):
-                    taken = await self._take()
+                taken = await self._take()
             groups = taken.groups
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
@@ -197,7 +199,7 @@ class Orchestrator(RecordedRun):
         batch = make_batch(groups, self.config)
         if not batch.num_tokens:
             self.watch.no_update(self.step, groups, batch)
-        self.trackers.phase("training")
+        self.progress.stage("training")
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
         if metrics["train/updates_skipped"]:
@@ -210,7 +212,7 @@ class Orchestrator(RecordedRun):
             if not self.config.overlap.in_flight:
                 with self._timed("wait"):
                     await self.scheduler.drain()
-            self.trackers.phase("sending weights")
+            self.progress.stage("syncing")
             with self._timed("sync"):
                 self.version += 1
                 report = await self.policy.sync(self.sync, self.actor, self.version)
@@ -227,9 +229,9 @@ class Orchestrator(RecordedRun):
     async def _attempt_held_out(self) -> None:
         start = perf_counter()
         seed = derive_seed(self.config.training.seed, "eval")
-        async with showing_progress(self.trackers, self.workers, lambda: True, "evaluating"):
-            state = TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=None)
-            groups = (await self.collector.collect(self.prepared.eval_tasks, 1, seed=seed, state=state)).groups
+        self.progress.begin("evaluating", self.step, len(self.prepared.eval_tasks))
+        state = TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=None)
+        groups = (await self.collector.collect(self.prepared.eval_tasks, 1, seed=seed, state=state)).groups
         metrics = rollout_metrics(groups, self.config, prefix="eval")
         self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self.eval_metrics["time/eval"] = perf_counter() - start
@@ -249,7 +251,7 @@ class Orchestrator(RecordedRun):
             await self._checkpoint(last=True)
 
     async def _checkpoint(self, *, last: bool) -> None:
-        self.trackers.phase("saving")
+        self.progress.stage("saving")
         if self.boundary is None:
             await self.scheduler.finish_begun()
         state = (self.boundary or self._state()) | {
@@ -342,9 +344,18 @@ class Orchestrator(RecordedRun):
 
     # --- small things -----------------------------------------------------------------------------------------------
 
-    def _generates(self) -> bool:
-        """Whether anything is being sampled, rather than scored."""
-        return self.scheduler.generating()
+    def _look(self) -> None:
+        """What is under way now, for those who watch the run."""
+        facts, scheduler = self.progress.facts, self.scheduler
+        facts.in_flight = self.collector.runner.in_flight
+        if facts.stage not in ("generating", "scoring"):
+            return
+        self.progress.stage("generating" if scheduler.generating() else "scoring")
+        any_step = self.config.overlap.by_group
+        batches = [batch for batch in scheduler.batches if any_step or batch.step == self.step] + scheduler.taking
+        groups = [group for batch in batches for group in batch.groups]
+        scored = sum(all(is_scored(r) or r.status == "failed" for r in group.rollouts) for group in groups)
+        facts.groups_done = min(scored, facts.groups_wanted)
 
     def _just_synced(self) -> bool:
         return self.step % self.config.runtime.sync_weights_every == 0

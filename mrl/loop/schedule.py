@@ -88,6 +88,8 @@ class Scheduler(ABC):
         """Tasks drawn for each step to come."""
         self.batches: list[TaskBatch] = []
         """Drawn and not handed out yet, in order."""
+        self.taking: list[TaskBatch] = []
+        """What the step that waits has so far."""
         self.dropped: list[Group] = []
         self.counts = _no_counts()
         self.draws_again = self.endings = 0
@@ -109,7 +111,7 @@ class Scheduler(ABC):
 
         Raises what `produce` raised. Cancelled, it takes nothing.
         """
-        taken: list[TaskBatch] = []
+        taken = self.taking = []
         try:
             resamples = await self._take(step, version, taken)
         except asyncio.CancelledError:

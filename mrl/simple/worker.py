@@ -25,9 +25,10 @@ from mrl.models import autocast_dtype, load_classifier, load_model, load_tokeniz
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.simple.data import examples_dataset, prompts_dataset
 from mrl.simple.hooks import hooked
-from mrl.simple.options import RL, TrainerFacts, trl_options
+from mrl.simple.option_rows import ChosenOptions, TrainerFacts
+from mrl.simple.options import trl_options
 from mrl.simple.recorder import Recorder
-from mrl.simple.trainers import TRAINERS
+from mrl.simple.trainers import RL, TRAINERS
 from mrl.store.checkpoints import write_checkpoint
 from mrl.system.environment import computing_environment
 from mrl.types import Task
@@ -62,7 +63,7 @@ class SimpleWorker:
         self.folder = Path(folder)
         self.scratch = self.folder / "trl"
         self.resume_from = None if resume_from is None else Path(resume_from)
-        self.updates = config_updates(self.config)
+        self.updates = ChosenOptions(self.config.flat(), self.spec).updates
         self.records: queue.Queue[dict[str, Any]] = queue.Queue()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
@@ -302,11 +303,6 @@ def _no_progress_bars() -> Any:
     finally:
         if not hidden:
             datasets.enable_progress_bars()
-
-
-def config_updates(config: OrchestratorConfig) -> int:
-    """Updates of the trainer per step: TRL calls each of `num_iterations` a step."""
-    return int(config.flat()["num_iterations"]) if config.trl.algorithm in RL else 1
 
 
 def _named(name: str, index: int, recorder: Recorder) -> Callable[..., Any]:

@@ -100,10 +100,12 @@ class RolloutWorker:
         limit: int | None = getattr(self.engine, "capacity", None)
         return limit
 
-    async def sampled_tokens(self) -> int | None:
-        """Tokens sampled since the engine was made, for a display; None where it does not count them."""
+    async def progress(self) -> dict[str, int | None]:
+        """For those who watch the run, while everything else goes on: the `version` served (None before the first
+        weights) and the `sampled_tokens` since the engine was made (None where it does not count them)."""
         own = getattr(self.engine, "sampled_tokens", None)
-        return None if own is None else await own()
+        version = None if self.engine is None else self.engine.version
+        return {"version": version, "sampled_tokens": None if own is None else await own()}
 
     # --- the engine's life ------------------------------------------------------------------------------------------
 
