@@ -17,6 +17,7 @@ from mrl.loop.schedule import Ticket
 from mrl.rollouts.base import RolloutSource
 from mrl.types import Group, Sample, Task, derive_seed
 from mrl.workers.pool import PolicyClient
+from mrl.workers.reward_pool import RewardPool
 from mrl.workers.scoring import TrainerState, score_groups
 
 
@@ -28,7 +29,7 @@ class Producer:
     tasks: list[Task]
     source: RolloutSource
     policy: PolicyClient
-    rewards: WorkerHandle
+    rewards: RewardPool
     actor: WorkerHandle
     order: TaskOrder
     total_steps: int

@@ -30,13 +30,14 @@ from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Stream, Taken, staleness
 from mrl.loop.spawning import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.mismatch.watch import GapWatch
+from mrl.rewards.combine import mean_metrics
 from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
 from mrl.types import Group, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
-from mrl.workers.scoring import TrainerState, mean_of_rounds, score_groups
+from mrl.workers.scoring import TrainerState, score_groups
 
 
 class Orchestrator(RecordedRun):
@@ -167,7 +168,7 @@ class Orchestrator(RecordedRun):
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
-        metrics = {"rollout/epoch": taken.tickets[0].epoch, **mean_of_rounds(taken.logged)}
+        metrics = {"rollout/epoch": taken.tickets[0].epoch, **mean_metrics(taken.logged)}
         if self.config.algorithm.zero_variance_groups == "resample":
             metrics["rollout/resamples"] = float(sum(ticket.resamples for ticket in taken.tickets))
         if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:
@@ -280,7 +281,7 @@ class Orchestrator(RecordedRun):
             return await spawn_rollout(self.backend, config, length, index)
 
         self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
-        self.rewards: WorkerHandle = await spawn_rewards(self.backend, config)
+        self.rewards = await spawn_rewards(self.backend, config, self._note)
         self.policy = PolicyClient(self.workers, spawn, self._note, config.runtime.max_worker_restarts)
         self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
         if self.point is not None:
@@ -290,16 +291,17 @@ class Orchestrator(RecordedRun):
         facts: dict[str, Any] = await self.actor.call("initialize")
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
         if self.point is not None:
-            await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
+            await self.actor.call("load_checkpoint", await self.backend.put(self.point.checkpoint.path))
         await self._first_sync()
         await self.policy.meet()
         return facts
 
     async def _first_sync(self) -> None:
         """Give the rollout workers the weights they served when the checkpoint was written, or those of the start."""
-        self.served = None if self.point is None else self.point.checkpoint.path / SERVED
-        if self.served is None or not self.served.exists():
-            self.served = None
+        self.served: Path | None = None
+        if self.point is not None and (self.point.checkpoint.path / SERVED).exists():
+            self.served = Path(await self.backend.put(self.point.checkpoint.path)) / SERVED
+        if self.served is None:
             await self.policy.sync(self.sync, self.actor, self.version)
             return
         ref = WeightRef(self.version, path=str(self.served.parent))

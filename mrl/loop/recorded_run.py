@@ -13,7 +13,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig
 from mrl.errors import StoreError
 from mrl.loop.report import first_and_last_reward, shown_completion
@@ -28,6 +27,7 @@ from mrl.loop.resume import (
 )
 from mrl.loop.reward_trial import try_rewards
 from mrl.loop.run_watch import RunWatch, find_troubles
+from mrl.loop.spawning import backend_of
 from mrl.models import pin_model
 from mrl.store.checkpoints import remove_leftovers
 from mrl.store.find import shortest_name
@@ -135,7 +135,7 @@ class RecordedRun(ABC):
             seconds = perf_counter() - start
             return RunResult(self.run_dir, "interrupted", 0, None, {}, seconds=seconds, signal=self.signal)
         self.trackers.phase("loading", self.config.model.model)
-        self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
+        self.backend = backend_of(self.config)
         self.store = self._open_store()
         outcome: Status = "failed"
         checkpoint = None if self.point is None else self.point.checkpoint.path

@@ -77,7 +77,7 @@ MEANINGS: dict[str, Meaning] = {
         "reward_funcs reward_timeout reward_trial sandbox sandbox_options sandbox_timeout sandbox_memory_mb", ONLINE
     ),
     "reward_weights": Meaning(ONLINE, ("reward_weights",)),
-    **_mrl("backend call_timeout actor_gpu"),
+    **_mrl("backend backend_options call_timeout actor_gpu max_worker_restarts"),
     **_mrl("run_dir run_name resume allow_change"),
     "report_to": Meaning(ALL, ("report_to",)),
     "log_completions": Meaning(ONLINE, ("log_completions",)),
@@ -156,6 +156,7 @@ MEANINGS: dict[str, Meaning] = {
     # Where things run: the trainer samples from the very module it trains.
     "engine": Meaning(frozenset(), advice="TRL generates with transformers (trl_args: use_vllm for vLLM)"),
     "num_rollout_workers": Meaning(frozenset(), also=(1,), advice="the trainer generates by itself"),
+    "num_reward_workers": Meaning(frozenset(), also=(1,), advice="the trainer calls the reward functions itself"),
     "rollout_gpu": Meaning(frozenset(), advice="the trainer generates by itself, on actor_gpu"),
     "weight_sync_method": Meaning(frozenset(), also=("direct",), advice="the trainer samples from its own weights"),
     "sync_weights_every": Meaning(frozenset(), advice="the trainer samples from its own weights"),
@@ -169,7 +170,7 @@ MEANINGS: dict[str, Meaning] = {
     },
     **{
         name: Meaning(frozenset(), advice="the trainer samples from its own weights")
-        for name in ("weight_sync_dir", "delta_over", "delta_full_every", "sync_timeout", "max_worker_restarts")
+        for name in ("weight_sync_dir", "delta_over", "delta_full_every", "sync_timeout")
     },
 }
 

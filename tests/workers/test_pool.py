@@ -38,7 +38,7 @@ class Sampler:
         return [Completion(r.id, [1], [0.0], "stop", self.version) for r in requests]
 
     def initialize_for_weight_sync(self) -> dict[str, object]:
-        return {"accepts": ["weights"], "dtype": None, "host": "here"}
+        return {"accepts": ["weights"], "dtype": None, "machine": "here"}
 
     async def update_weights(self, ref: WeightRef) -> dict[str, object]:
         if self.fault == "refuses":
