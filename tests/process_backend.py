@@ -28,7 +28,7 @@ import cloudpickle
 
 from mrl.backends import base
 from mrl.backends.base import Resources
-from mrl.errors import WorkerDied
+from mrl.errors import ConfigError, WorkerDied
 from mrl.system.threads import InTurn
 
 _SIZE = struct.Struct(">Q")
@@ -87,8 +87,8 @@ class ProcessHandle:
 
     def _result(self, answer: asyncio.Future[Any], method: str) -> Any:
         kind, value = answer.result()
-        if kind == "died":
-            raise WorkerDied(f"{self.name}: {self.gone} during {method}()", self.name)
+        if kind in ("died", "cancelled"):
+            raise WorkerDied(f"{self.name}: {self.gone or 'gave up'} during {method}()", self.name)
         if kind == "raised":
             raise value
         return value
@@ -103,7 +103,10 @@ class ProcessHandle:
         return answer.result()[1] if answer.done() and answer.result()[0] == "cancelled" else None
 
     def _send(self, number: int, content: Any) -> None:
-        data = cloudpickle.dumps((number, content))
+        try:
+            data = cloudpickle.dumps((number, content))
+        except Exception as error:
+            raise ConfigError(f"{self.name}: {content[1]} cannot be sent to a process of its own: {error}") from error
         self.writer.write(_SIZE.pack(len(data)) + data)
 
     async def _read(self) -> None:

@@ -74,7 +74,8 @@ class Backend(Protocol):
         ...
 
     async def spawn(self, worker: type, *, name: str, resources: Resources, args: dict[str, Any]) -> WorkerHandle:
-        """Start `worker(**args)`. What its constructor raises is raised here. Raises WorkerDied."""
+        """Start `worker(**args)`. What its constructor raises is raised here. Raises WorkerDied, and ConfigError for
+        arguments that cannot be sent to where it lives."""
         ...
 
     async def put(self, path: Path) -> str:

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import WorkerHandle
-from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
 from mrl.experience.batch import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
 from mrl.experience.shaping import KL, is_scored, shape_by_length
@@ -28,7 +27,15 @@ from mrl.loop.progress import showing_progress
 from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Stream, Taken, staleness
-from mrl.loop.spawning import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout
+from mrl.loop.spawning import (
+    ACTOR,
+    make_sync,
+    rollout_workers,
+    sampling_params,
+    spawn_actor,
+    spawn_rewards,
+    spawn_rollout,
+)
 from mrl.mismatch.watch import GapWatch
 from mrl.rewards.combine import mean_metrics
 from mrl.rollouts.single_turn import SingleTurn
@@ -44,13 +51,15 @@ class Orchestrator(RecordedRun):
     """mrl's own loop."""
 
     scratch = "weights"
+    trains = ACTOR
     prepared: Prepared
 
-    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
-        super().__init__(config, run_dir, resume=resume)
+    def _reset(self) -> None:
+        super()._reset()
+        self.sync = make_sync(self.config, self.run_dir / self.scratch)
         self.version = 0
         self.seconds: dict[str, float] = {}
-        self.gap_watch = GapWatch(config, self._note)
+        self.gap_watch = GapWatch(self.config, self._note)
         self.boundary: dict[str, Any] | None = None
         """What training goes on from after the last whole step, while what is under way may be given up."""
         self.evaluation_due = False
@@ -61,7 +70,6 @@ class Orchestrator(RecordedRun):
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
         await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
-        self.sync = make_sync(self.config, self.run_dir / self.scratch)
 
     async def _train(self) -> None:
         facts = await self._unless_stopped(self._start_workers())

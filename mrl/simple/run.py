@@ -101,6 +101,7 @@ class SimpleRun(RecordedRun):
     """One of TRL's trainers' loops, in a worker that tells of every step."""
 
     scratch = "trl"
+    trains = "simple"
     prepared: PreparedSimple
 
     def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
@@ -133,7 +134,7 @@ class SimpleRun(RecordedRun):
         objects = ("train_dataset", "eval_dataset", "reward_funcs")
         worker = await self.backend.spawn(
             SimpleWorker,
-            name="simple",
+            name=self.trains,
             resources=actor_resources(config),
             args={
                 "options": {name: value for name, value in config.flat().items() if name not in objects}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from mrl.backends import Resources
-from mrl.errors import WorkerDied
+from mrl.errors import ConfigError, WorkerDied
 from tests.backends.workers import Odd, Worker
 from tests.process_backend import ProcessBackend
 
@@ -49,6 +50,8 @@ async def test_everything_travels_as_a_copy(backend: ProcessBackend) -> None:
     returned = await worker.call("echo", value)
     assert returned == value
     assert returned is not value
+    with pytest.raises(ConfigError, match="lock.* cannot be sent to a process of its own"):
+        await worker.call("echo", threading.Lock())
     large = os.urandom(1 << 22)
     assert await worker.call("echo", large) == large
     with pytest.raises(RuntimeError, match="Odd: odd one"):
