@@ -39,10 +39,10 @@ from mrl.modeling.rows import Rows, make_rows
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.system.environment import computing_environment
+from mrl.system.machine import machine_id
 from mrl.system.threads import submit
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.weights.hub_names import check_round_trip
-from mrl.weights.network import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,9 +171,9 @@ class ActorWorker:
                 kl[row] = value
         return kl
 
-    def host(self) -> str:
-        """The machine it is on."""
-        return machine()
+    def machine(self) -> str:
+        """Which one it is on (`machine_id`)."""
+        return machine_id()
 
     def share_module(self, version: int) -> WeightRef:
         """The live module itself, for workers in this process. An adapter stays active in it. Raises SyncError."""

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import WorkerHandle
-from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
 from mrl.experience.batch import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
 from mrl.experience.shaping import KL, is_scored, shape_by_length
@@ -30,28 +29,31 @@ from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Taken
 from mrl.loop.schedule_modes import make_scheduler
-from mrl.loop.spawning import make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
+from mrl.loop.spawning import ACTOR, make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.loop.task_batch import staleness
 from mrl.mismatch.watch import GapWatch
+from mrl.rewards.combine import mean_metrics
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
 from mrl.types import Group, WeightRef, derive_seed
 from mrl.workers.pool import RolloutPool
-from mrl.workers.scoring import TrainerState, mean_of_rounds
+from mrl.workers.scoring import TrainerState
 
 
 class Orchestrator(RecordedRun):
     """mrl's own loop."""
 
     scratch = "weights"
+    trains = ACTOR
     prepared: Prepared
 
-    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
-        super().__init__(config, run_dir, resume=resume)
+    def _reset(self) -> None:
+        super()._reset()
+        self.sync = make_sync(self.config, self.run_dir / self.scratch)
         self.version = 0
         self.seconds: dict[str, float] = {}
-        self.gap_watch = GapWatch(config, self._note)
+        self.gap_watch = GapWatch(self.config, self._note)
         self.boundary: dict[str, Any] | None = None
         """What training goes on from after the last whole step, while what is under way may be given up."""
         self.evaluation_due = False
@@ -62,7 +64,6 @@ class Orchestrator(RecordedRun):
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
         await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
-        self.sync = make_sync(self.config, self.run_dir / self.scratch)
 
     async def _train(self) -> None:
         facts = await self._unless_stopped(self._start_workers())
@@ -70,7 +71,7 @@ class Orchestrator(RecordedRun):
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_scheduler()
         try:
-            watch = WorkerWatch(lambda: self.policy.workers, lambda: [self.actor, self.rewards])
+            watch = WorkerWatch(lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers])
             async with self.progress.watching(self._look, watch):
                 await self._loop()
         finally:
@@ -136,7 +137,7 @@ class Orchestrator(RecordedRun):
         groups: list[Group] = []
         taken: Taken | None = None
         metrics: dict[str, float] = {}
-        self.progress.begin("generating", self.step, self.stream.sizes[self.step])
+        self.progress.begin("generating", self.step, self.scheduler.sizes[self.step])
         try:
             with self._timed("wait"):
                 taken = await self._take()
@@ -171,7 +172,7 @@ class Orchestrator(RecordedRun):
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
-        metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_of_rounds(taken.logged)}
+        metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_metrics(taken.logged)}
         if self.config.algorithm.zero_variance_groups == "resample":
             metrics["rollout/resamples"] = float(taken.resamples)
         if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:
@@ -284,7 +285,7 @@ class Orchestrator(RecordedRun):
             return await spawn_rollout(self.backend, config, length, index)
 
         self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
-        self.rewards: WorkerHandle = await spawn_rewards(self.backend, config)
+        self.rewards = await spawn_rewards(self.backend, config, self._note)
         self.policy = RolloutPool(
             self.workers,
             prepared.max_model_len,
@@ -300,16 +301,17 @@ class Orchestrator(RecordedRun):
         facts: dict[str, Any] = await self.actor.call("initialize")
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
         if self.point is not None:
-            await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
+            await self.actor.call("load_checkpoint", await self.backend.put(self.point.checkpoint.path))
         await self._first_sync()
         await self.policy.introduce()
         return facts
 
     async def _first_sync(self) -> None:
         """Give the rollout workers the weights they served when the checkpoint was written, or those of the start."""
-        self.served = None if self.point is None else self.point.checkpoint.path / SERVED
-        if self.served is None or not self.served.exists():
-            self.served = None
+        self.served: Path | None = None
+        if self.point is not None and (self.point.checkpoint.path / SERVED).exists():
+            self.served = Path(await self.backend.put(self.point.checkpoint.path)) / SERVED
+        if self.served is None:
             await self.policy.sync(self.sync, self.actor, self.version)
             return
         ref = WeightRef(self.version, path=str(self.served.parent))

@@ -17,6 +17,7 @@ from mrl.engines import ENGINES
 from mrl.engines.vllm import devices as vllm_devices
 from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
+from mrl.loop.resources import actor_resources, check_place, reward_resources, rollout_resources
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts import ROLLOUT_SOURCES, check_source
 from mrl.rollouts.prompts import PromptEncoder
@@ -61,6 +62,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
     check_names(config)
     _let_source_score(config)
+    check_place(config, actor_resources(config), rollout_resources(config), reward_resources())
     if config.generation.temperature == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
     if config.runtime.weight_sync_method == "direct" and config.runtime.sync_weights_every > 1:
@@ -137,6 +139,7 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
     check_names(config)
     _let_source_score(config)
+    check_place(config, rollout_resources(config), reward_resources())
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)

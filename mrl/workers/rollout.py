@@ -15,10 +15,11 @@ from mrl.engines import ENGINES, Engine
 from mrl.errors import EngineError, SyncError
 from mrl.sync.volume import pull
 from mrl.system import scratch
+from mrl.system.machine import machine_id
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.delta import DeltaReader
-from mrl.weights.network import fetch, machine
+from mrl.weights.network import fetch
 
 SHARES_MODULES = frozenset({"module", "weights"})
 """Kinds of weights taken by an engine that says nothing about it: a live module, or a folder of tensors."""
@@ -50,11 +51,11 @@ class RolloutWorker:
 
     def initialize_for_weight_sync(self) -> dict[str, Any]:
         """Make ready for updates. Returns the kinds of weights it takes, their dtype (None = as the actor has them),
-        and the machine it is on."""
+        and the machine it is on (`machine_id`)."""
         accepts = getattr(self.engine_class, "accepts", SHARES_MODULES)
         if "module" not in accepts and self.engine is None:
             self.load()  # it runs elsewhere and starts from the model's own files
-        return {"accepts": sorted(accepts), "dtype": getattr(self.engine, "dtype", None), "host": machine()}
+        return {"accepts": sorted(accepts), "dtype": getattr(self.engine, "dtype", None), "machine": machine_id()}
 
     def update_weights(self, ref: WeightRef) -> dict[str, Any]:
         """Serve `ref` from now on. Returns the version now active and the checksum of what is held.
@@ -135,7 +136,7 @@ class RolloutWorker:
 
     def _within_reach(self, ref: WeightRef) -> WeightRef:
         """The weights as something the engine loads: copied from a shared disk, with a difference added."""
-        elsewhere = ref.host is not None and ref.host != machine()
+        elsewhere = ref.machine is not None and ref.machine != machine_id()
         if ref.pull_seconds is None and ref.kind != "delta" and not elsewhere:
             return ref
         if self.scratch is None:

@@ -10,7 +10,7 @@ import pytest
 from mrl.backends.inline import InlineHandle
 from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.sync.base import WeightSync
-from mrl.system.gather import all_of
+from mrl.system.tasks import all_of
 from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
 from mrl.workers.pool import RolloutPool
 
@@ -39,7 +39,7 @@ class Sampler:
         return [Completion(r.id, [1], [0.0], "stop", self.version) for r in requests]
 
     def initialize_for_weight_sync(self) -> dict[str, object]:
-        return {"accepts": ["weights"], "dtype": None, "host": "here"}
+        return {"accepts": ["weights"], "dtype": None, "machine": "here"}
 
     async def update_weights(self, ref: WeightRef) -> dict[str, object]:
         if self.fault == "refuses":
