@@ -50,7 +50,7 @@ async def test_everything_travels_as_a_copy(backend: ProcessBackend) -> None:
     returned = await worker.call("echo", value)
     assert returned == value
     assert returned is not value
-    with pytest.raises(ConfigError, match="lock.* cannot be sent to a process of its own"):
+    with pytest.raises(ConfigError, match=r"lock.* cannot be sent to a process of its own"):
         await worker.call("echo", threading.Lock())
     large = os.urandom(1 << 22)
     assert await worker.call("echo", large) == large
