@@ -21,7 +21,7 @@ class TrainerState:
 
 
 async def score_groups(rewards: RewardPool, groups: list[Group], state: TrainerState) -> dict[str, float]:
-    """Fill in the rewards of every rollout that was generated and has none yet. Returns what the functions logged.
+    """Fill in the rewards of every rollout that was generated and has none. Returns what the functions logged.
 
     A rollout that could not be scored is marked failed, with the function and the reason. Raises RewardError when a
     function breaks its contract.
