@@ -13,6 +13,7 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 
+from mrl import registry
 from mrl.backends import base
 from mrl.backends.base import Resources
 from mrl.errors import ConfigError, WorkerDied
@@ -46,6 +48,7 @@ class ProcessHandle:
         self.connection = connection
         self.numbers = itertools.count()
         self.waiting: dict[int, asyncio.Future[Any]] = {}
+        self.outbox: list[bytes] = []
         self.gone: str | None = None
         """Why it does not answer any more."""
         self.reading: asyncio.Task[None] | None = None
@@ -57,7 +60,7 @@ class ProcessHandle:
     async def start(self, worker: type, args: dict[str, Any]) -> None:
         self.reader, self.writer = await asyncio.open_connection(sock=self.connection, limit=1 << 30)
         self.reading = asyncio.create_task(self._read())
-        await self.call("", worker, args)
+        await self.call("", _registrations(), worker, args)
 
     async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         if self.gone is not None:
@@ -107,6 +110,14 @@ class ProcessHandle:
             data = cloudpickle.dumps((number, content))
         except Exception as error:
             raise ConfigError(f"{self.name}: {content[1]} cannot be sent to a process of its own: {error}") from error
+        if not self.outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self.outbox.append(data)
+
+    def _flush(self) -> None:
+        """What was called in one turn travels together."""
+        data = pickle.dumps(self.outbox)
+        self.outbox.clear()
         self.writer.write(_SIZE.pack(len(data)) + data)
 
     async def _read(self) -> None:
@@ -182,6 +193,16 @@ class ProcessBackend:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _registrations() -> list[tuple[str, str, bytes]]:
+    """What was registered in this process and can travel: who asks for another one is told that it is not there."""
+    found = []
+    for kind, members in registry.registrations().items():
+        for name, member in members.items():
+            with contextlib.suppress(Exception):
+                found.append((kind, name, cloudpickle.dumps(member)))
+    return found
+
+
 def context() -> ForkServerContext:
     """Of processes that are forked from the server, which is started when it is first needed."""
     global _context
@@ -216,14 +237,16 @@ class _Served:
         reader, self.writer = await asyncio.open_connection(sock=self.connection, limit=1 << 30)
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                frame = await _frame(reader)
-                number, content = cloudpickle.loads(frame)
-                if content is None:
-                    if number in self.calls:
-                        self.calls[number].cancel()
-                    continue
-                self.calls[number] = asyncio.create_task(self._answer(number, *content))
-                self.calls[number].add_done_callback(lambda _, number=number: self.calls.pop(number))
+                for message in pickle.loads(await _frame(reader)):
+                    self._take(*cloudpickle.loads(message))
+
+    def _take(self, number: int, content: Any) -> None:
+        """Begin a call, or give it up."""
+        if content is not None:
+            self.calls[number] = asyncio.create_task(self._answer(number, *content))
+            self.calls[number].add_done_callback(lambda _: self.calls.pop(number))
+        elif number in self.calls:
+            self.calls[number].cancel()
 
     async def _answer(self, number: int, method: str, args: Any, kwargs: Any) -> None:
         try:
@@ -242,7 +265,9 @@ class _Served:
 
     async def _call(self, method: str, args: Any, kwargs: Any) -> Any:
         if not method:
-            worker, arguments = args
+            registered, worker, arguments = args
+            for kind, name, member in registered:
+                registry.adopt({kind: {name: cloudpickle.loads(member)}})
             self.worker = worker(**arguments)
             return None
         if method == "close" and not hasattr(self.worker, "close"):

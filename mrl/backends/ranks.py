@@ -8,7 +8,7 @@ from typing import Any
 from mrl.backends import base
 from mrl.backends.base import WorkerHandle
 from mrl.errors import MRLError, WorkerDied
-from mrl.system.tasks import all_of
+from mrl.system.gather import all_of
 
 FOLLOWING_SECONDS = 5.0
 """How long the other ranks may go on with a call after one has failed in it: in a collective operation they wait for it
@@ -67,11 +67,11 @@ class Ranks:
 
     async def alive(self) -> bool:
         """Whether every rank answers."""
-        return self.ended is None and all(await all_of(rank.alive() for rank in self.ranks))
+        return self.ended is None and all(await all_of([rank.alive() for rank in self.ranks]))
 
     async def _end(self, why: str) -> None:
         self.ended = self.ended or why
-        await all_of(rank.kill() for rank in self.ranks)
+        await all_of([rank.kill() for rank in self.ranks])
 
     def _named(self, rank: int, error: BaseException | None) -> BaseException:
         """The error, saying where it comes from: ours in their message, others in a note under theirs."""

@@ -61,8 +61,8 @@ class Counts:
 def prepare(config: OrchestratorConfig) -> Prepared:
     """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
     check_names(config)
-    _let_source_score(config)
     check_place(config, actor_resources(config), rollout_resources(config), reward_resources())
+    _let_source_score(config)
     if config.generation.temperature == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
     if config.runtime.weight_sync_method == "direct" and config.runtime.sync_weights_every > 1:
@@ -138,8 +138,8 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
 def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
     """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
     check_names(config)
-    _let_source_score(config)
     check_place(config, rollout_resources(config), reward_resources())
+    _let_source_score(config)
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)

@@ -11,7 +11,7 @@ from mrl.backends.base import WorkerHandle
 from mrl.errors import RewardError, WorkerDied
 from mrl.rewards.base import RewardReport, RewardRequest
 from mrl.rewards.combine import mean_metrics
-from mrl.system.tasks import all_of
+from mrl.system.gather import all_of
 
 Spawn = Callable[[int], Awaitable[WorkerHandle]]
 
@@ -42,7 +42,7 @@ class RewardPool:
         worker twice, WorkerDied when too many workers have died.
         """
         shares = share_out(requests, len(self.workers))
-        reports = await all_of(self._score([requests[row] for row in share], state) for share in shares)
+        reports = await all_of([self._score([requests[row] for row in share], state) for share in shares])
         if len(reports) == 1:
             return reports[0]
         by_row = {
