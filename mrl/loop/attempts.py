@@ -11,11 +11,13 @@ from time import perf_counter
 from mrl.backends import WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
-from mrl.experience.batch import check_failures, check_steps, reference_samples, teaching_groups
+from mrl.experience.failures import check_failures, check_step_rewards
+from mrl.experience.groups import kept_groups
+from mrl.experience.reference import add_reference_logprobs
 from mrl.loop.dynamic_sampling import refill
 from mrl.loop.schedule import Ticket
 from mrl.rollouts.base import RolloutSource
-from mrl.types import Group, Sample, Task, derive_seed
+from mrl.types import Group, Task, derive_seed
 from mrl.workers.pool import PolicyClient
 from mrl.workers.scoring import TrainerState, score_groups
 
@@ -45,12 +47,6 @@ class Producer:
             await self._refill(ticket)
             generated()
 
-    async def add_reference_logprobs(self, groups: list[Group]) -> None:
-        """Where a KL term needs them and they are not known yet; all at once, since the last bits depend on that."""
-        missing = [s for s in reference_samples(groups, self.config) if s.reference_logprobs is None]
-        if missing:
-            await self._add_reference_logprobs(missing)
-
     # --- inner ------------------------------------------------------------------------------------------------------
 
     @property
@@ -78,7 +74,7 @@ class Producer:
             await self._score(ticket, await self._attempt(ticket, indices, seed))
 
         ticket.resamples = await refill(
-            lambda: len(teaching_groups(ticket.groups, self.config)),
+            lambda: len(kept_groups(ticket.groups, self.config)),
             self.config.training.batch_size,
             self.config.algorithm.max_resamples,
             attempt,
@@ -86,8 +82,8 @@ class Producer:
 
     async def _score(self, ticket: Ticket, groups: list[Group]) -> None:
         """Rewards; meanwhile the actor asks its reference model about the same samples, where it will need that."""
-        samples = [] if self.config.overlap.by_group else reference_samples(groups, self.config)
-        reference = asyncio.ensure_future(self._timed_reference(ticket, samples)) if samples else None
+        asks_reference = self.config.algorithm.beta > 0 and not self.config.overlap.by_group
+        reference = asyncio.ensure_future(self._add_reference(ticket, groups)) if asks_reference else None
         state = TrainerState(global_step=ticket.step, max_steps=self.total_steps, epoch=ticket.epoch)
         try:
             with _timed(ticket, "reward"):
@@ -98,17 +94,12 @@ class Producer:
             raise
         if reference is not None:
             await reference
-        check_steps(groups, self.config)
+        check_step_rewards(groups, self.config)
         ticket.logged.append((sum(len(group.rollouts) for group in groups), logged))
 
-    async def _timed_reference(self, ticket: Ticket, samples: list[Sample]) -> None:
+    async def _add_reference(self, ticket: Ticket, groups: list[Group]) -> None:
         with _timed(ticket, "reference"):
-            await self._add_reference_logprobs(samples)
-
-    async def _add_reference_logprobs(self, samples: list[Sample]) -> None:
-        found = await self.actor.call("reference_logprobs", samples, self.config.generation.temperature)
-        for sample, logprobs in zip(samples, found, strict=True):
-            sample.reference_logprobs = logprobs
+            await add_reference_logprobs(groups, self.config, self.actor)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ modes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +18,12 @@ from typing import Any
 from mrl.backends import WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
-from mrl.experience.batch import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
-from mrl.experience.shaping import KL, is_scored, shape_by_length
+from mrl.experience.batch import make_batch
+from mrl.experience.failures import check_failures
+from mrl.experience.groups import is_scored, kept_groups
+from mrl.experience.metrics import rollout_metrics, shaping_metrics
+from mrl.experience.reference import add_reference_logprobs
+from mrl.experience.shaping import shape
 from mrl.loop.attempts import Producer
 from mrl.loop.checkpointing import Checkpointing
 from mrl.loop.preflight import Prepared, check_disk, prepare, total_steps
@@ -34,7 +37,7 @@ from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
-from mrl.types import Group, WeightRef, derive_seed
+from mrl.types import Group, Sample, WeightRef, derive_seed
 from mrl.workers.pool import PolicyClient
 from mrl.workers.scoring import TrainerState, mean_of_rounds, score_groups
 
@@ -143,8 +146,8 @@ class Orchestrator(RecordedRun):
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
             with self._timed("reference"):
-                await self.producer.add_reference_logprobs(groups)
-            await self._shape(groups)
+                await add_reference_logprobs(groups, self.config, self.actor)
+                await shape(groups, self.config, self._reference_kl)
             metrics |= shaping_metrics(groups, self.config)
             metrics |= await self._learn(groups)
             self.watch.look(self.step, groups)
@@ -178,20 +181,9 @@ class Orchestrator(RecordedRun):
             metrics["rollout/in_flight_groups"] = float(self.stream.in_flight())
         return metrics
 
-    async def _shape(self, groups: list[Group]) -> None:
-        """What is added to the rewards: for length, and the divergence from the reference model."""
-        algorithm = self.config.algorithm
-        shape_by_length(groups, self.config)
-        if not algorithm.beta or algorithm.kl_in != "reward":
-            return
-        scored = [r for group in teaching_groups(groups, self.config) for r in group.rollouts if is_scored(r)]
-        samples = [sample for rollout in scored for sample in rollout.samples]
-        with self._timed("reference"):
-            kl = iter(await self.actor.call("reference_kl", samples, self.config.generation.temperature))
-        for rollout in scored:
-            rollout.metrics[KL] = -algorithm.beta * sum(next(kl) for _ in rollout.samples)
-            if not math.isfinite(rollout.metrics[KL]):
-                rollout.fail("its divergence from the reference model (kl_in: reward) is not finite")
+    async def _reference_kl(self, samples: list[Sample]) -> list[float]:
+        kl: list[float] = await self.actor.call("reference_kl", samples, self.config.generation.temperature)
+        return kl
 
     async def _learn(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
@@ -324,7 +316,7 @@ class Orchestrator(RecordedRun):
             self.producer.produce,
             total_steps=self.total_steps,
             step=self.step,
-            teaches=(lambda group: bool(teaching_groups([group], config))) if resamples else (lambda group: True),
+            teaches=(lambda group: bool(kept_groups([group], config))) if resamples else (lambda group: True),
             max_resamples=config.algorithm.max_resamples if resamples else 0,
         )
         if self.point is None:
