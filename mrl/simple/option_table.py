@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.config import OverlapConfig, ServingConfig
+from mrl.config import OverlapConfig, RolloutConfig, ServingConfig
 from mrl.simple.option_rows import Rows, TrainerRun, becomes, by_mrl, left_alone, nothing, same
 from mrl.simple.trainers import ALL, GRPO_ONLY, ONLINE, RL
 
@@ -192,6 +192,7 @@ WORKERS: Rows = {  # the trainer samples from the very module it trains
         "the trainer samples from its own weights",
     ),
     **nothing(ServingConfig.model_fields, "TRL has options of its own for vLLM: trl_args: vllm_…"),
+    **nothing(RolloutConfig.model_fields, "TRL's trainers make their rollouts by themselves"),
     **nothing(OverlapConfig.model_fields, "TRL's trainers generate and train in turn"),
 }
 
