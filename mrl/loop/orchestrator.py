@@ -35,7 +35,7 @@ from mrl.loop.schedule import Taken
 from mrl.loop.schedule_modes import make_scheduler
 from mrl.loop.spawning import make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.loop.task_batch import staleness
-from mrl.mismatch.watch import GapWatch
+from mrl.mismatch import MismatchWatch
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
@@ -47,14 +47,14 @@ from mrl.workers.scoring import TrainerState, mean_of_rounds
 class Orchestrator(RecordedRun):
     """mrl's own loop."""
 
-    scratch = "weights"
+    working_folder = "weights"
     prepared: Prepared
 
     def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
         super().__init__(config, run_dir, resume=resume)
         self.version = 0
         self.seconds: dict[str, float] = {}
-        self.gap_watch = GapWatch(config, self._note)
+        self.mismatch_watch = MismatchWatch(config, self._note)
         self.boundary: dict[str, Any] | None = None
         """What training goes on from after the last whole step, while what is under way may be given up."""
         self.evaluation_due = False
@@ -65,7 +65,7 @@ class Orchestrator(RecordedRun):
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
         await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
-        self.sync = make_sync(self.config, self.run_dir / self.scratch)
+        self.sync = make_sync(self.config, self.run_dir / self.working_folder)
 
     async def _train(self) -> None:
         facts = await self._unless_stopped(self._start_workers())
@@ -116,7 +116,7 @@ class Orchestrator(RecordedRun):
             last = self.step == self.total_steps
             if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
-            due = training.save_steps and self.step % training.save_steps == 0 and not self.gap_watch.in_a_row
+            due = training.save_steps and self.step % training.save_steps == 0 and not self.mismatch_watch.in_a_row
             if due and not last and not self.stopping:
                 await self._checkpoint(last=False)
 
@@ -161,7 +161,7 @@ class Orchestrator(RecordedRun):
         self._write_step(start, metrics, [*groups, *taken.dropped])
         self.trackers.log(self.step, metrics)
         self._show_completions(groups)
-        self.gap_watch.stop()
+        self.mismatch_watch.stop()
         return metrics
 
     def _write_step(self, start: float, metrics: dict[str, float], recorded: list[Group]) -> None:
@@ -197,7 +197,7 @@ class Orchestrator(RecordedRun):
         if metrics["train/updates_skipped"]:
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
-        await self.gap_watch.look(self.step, metrics, self.actor, self.workers)
+        await self.mismatch_watch.look(self.step, metrics, self.actor, self.workers)
         if self._just_synced() and self.stopping:
             self.version += 1  # nobody samples with them any more, and a resumed run sends them first
         elif self._just_synced():
@@ -264,7 +264,7 @@ class Orchestrator(RecordedRun):
             "policy_version": self.version,
             "order": self.order.state_dict(),
             "random": random_state(),
-            "gap_in_a_row": self.gap_watch.in_a_row,
+            "gap_in_a_row": self.mismatch_watch.in_a_row,
             "in_flight": self.scheduler.state_dict(),
         }
 
@@ -335,7 +335,7 @@ class Orchestrator(RecordedRun):
         order.load_state_dict(mine | kept)
         set_random_state(self.point.state["random"])
         self.scheduler.load_state_dict(self.point.checkpoint.in_flight, tasks)
-        self.gap_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
+        self.mismatch_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
 
     # --- small things -----------------------------------------------------------------------------------------------
 

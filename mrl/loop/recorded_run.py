@@ -97,7 +97,7 @@ class RecordedRun(ABC):
     resume: `run_dir` holds a run of this configuration.
     """
 
-    scratch: ClassVar[str]
+    working_folder: ClassVar[str]
     """Folder in `run_dir` with what only a running process needs."""
     prepared: Any
     """With at least `tasks`, `eval_tasks`, `counts` and `notices`."""
@@ -322,7 +322,7 @@ class RecordedRun(ABC):
             record_options(self.run_dir, self.config)
             store.rewind(self.step if self.point is not None else -1)
             remove_leftovers(self.run_dir)
-            shutil.rmtree(self.run_dir / self.scratch, ignore_errors=True)
+            shutil.rmtree(self.run_dir / self.working_folder, ignore_errors=True)
             store.event("resume", f"going on after step {self.step}", step=self.step)
         except BaseException:
             store.close()  # lets another process have the run
