@@ -25,12 +25,12 @@ from mrl.actor.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
 from mrl.actor.objective import Objective, kl_estimator
 from mrl.actor.optimizer import check_offload, make_optimizer, make_scheduler
 from mrl.actor.publisher import Publisher
-from mrl.actor.snapshot import GAP_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
+from mrl.actor.snapshot import MISMATCH_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
 from mrl.actor.step_metrics import StepMetrics
 from mrl.algorithms.kl import estimate_kl
 from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
 from mrl.errors import SyncError, TrainingError
-from mrl.mismatch.probe import Comparison, GapEvidence, GapProbe
+from mrl.mismatch import Comparison, MismatchEvidence, MismatchProbe
 from mrl.modeling.compiled import CompiledLayers, try_compiled
 from mrl.modeling.fixed_order import fixed_order
 from mrl.modeling.forward import Forward, evaluating
@@ -106,7 +106,7 @@ class ActorWorker:
         self.optimizer = make_optimizer(self.parameters, config, self.device)
         self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
         self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
-        self.gap_probe = GapProbe(self.forward, self.algorithm.max_logprob_gap)
+        self.mismatch_probe = MismatchProbe(self.forward, self.algorithm.max_logprob_gap)
         self.compiled: CompiledLayers | None = None
         notices = self.forward.notices
         if config.torch_compile:
@@ -133,16 +133,16 @@ class ActorWorker:
         """
         self.step += 1
         torch.manual_seed(derive_seed(self.config.seed, "train", self.step))  # dropout
-        comparison = self.gap_probe.begin(self.model, batch.samples)
+        comparison = self.mismatch_probe.begin(self.model, batch.samples)
         try:
             return self._train_on(batch, comparison) if batch.samples else self._pass_over()
         finally:
-            self.gap_probe.end()
+            self.mismatch_probe.end()
 
-    def gap_evidence(self) -> GapEvidence | None:
+    def mismatch_evidence(self) -> MismatchEvidence | None:
         """What the last step found out about its gap to the samplers; None where it was not above
         `max_logprob_gap`."""
-        return self.gap_probe.evidence
+        return self.mismatch_probe.evidence
 
     def reference_logprobs(self, samples: list[Sample], temperature: float) -> list[list[float]]:
         """Logprobs of the samples' tokens under the policy before training, for `Sample.reference_logprobs`; 0 where
@@ -183,7 +183,7 @@ class ActorWorker:
                 "every pass through their adapter; use weight_sync_method: reload, or lora_target_modules without the "
                 "experts' layers"
             )
-        self.gap_probe.published(self.model, version, shared=True)
+        self.mismatch_probe.published(self.model, version, shared=True)
         return WeightRef(version, module=self.model)
 
     def write_weights(self, folder: str, version: int, **options: Any) -> WeightRef:
@@ -218,7 +218,7 @@ class ActorWorker:
         self.finish_checkpoint()
         copy = beside and served is None and fits_in_memory_twice(self.model, self.optimizer)
         snapshot = take_snapshot(self.model, self.tokenizer, self.optimizer, self.scheduler, copy=copy)
-        snapshot.gap_probe = self.gap_probe.state()
+        snapshot.mismatch_probe = self.mismatch_probe.state()
         full_state = {**state, "actor": {"step": self.step, "skipped_in_a_row": self.skipped_in_a_row}}
         if not copy:
             write_checkpoint(Path(path), lambda folder: snapshot.write(folder, served), full_state)
@@ -242,8 +242,8 @@ class ActorWorker:
         updates = actor_state["step"] * self.config.num_iterations
         load_snapshot(Path(path), self.model, self.optimizer, self.scheduler, updates=updates)
         self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
-        if (probe := Path(path) / GAP_PROBE).exists():  # older checkpoints have none
-            self.gap_probe.load_state(json.loads(probe.read_text()))
+        if (probe := Path(path) / MISMATCH_PROBE).exists():  # older checkpoints have none
+            self.mismatch_probe.load_state(json.loads(probe.read_text()))
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""
@@ -260,7 +260,7 @@ class ActorWorker:
         return self.publisher
 
     def _published(self, ref: WeightRef) -> WeightRef:
-        self.gap_probe.published(self.model, ref.version)
+        self.mismatch_probe.published(self.model, ref.version)
         return ref
 
     # --- one update -------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class ActorWorker:
         for part in parts:  # the policy before the first update is what that update's own pass has shown
             if part.old_logprobs_BT is None:
                 part.old_logprobs_BT = part.new_logprobs_BT
-        self.gap_probe.examine(self.model, parts, metrics.unexplained_gap())
+        self.mismatch_probe.examine(self.model, parts, metrics.unexplained_gap())
         if self.keep_gradient_norms:
             named = ((name, p.grad) for name, p in self.model.named_parameters())
             self.gradient_norms = {name: grad.norm().item() for name, grad in named if grad is not None}

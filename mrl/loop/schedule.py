@@ -140,6 +140,11 @@ class Scheduler(ABC):
         """Whether anything is being sampled, rather than scored."""
         return any(batch.stage == "generating" for batch in self.batches)
 
+    def attempted(self, step: int) -> list[Group]:
+        """Groups whose attempts have ended, of those that the step waiting for its groups may train on."""
+        batches = [*self.taking, *(batch for batch in self.batches if self._is_for(batch, step))]
+        return [group for batch in batches for group in batch.groups or batch.attempted]
+
     def in_flight(self) -> int:
         """Groups that were begun and that no step has taken."""
         return sum(len(batch.indices) for batch in self.batches if batch.stage != "waiting")
@@ -191,6 +196,10 @@ class Scheduler(ABC):
     @abstractmethod
     def _may_begin(self) -> list[TaskBatch]:
         """Waiting batches whose time has come."""
+
+    @abstractmethod
+    def _is_for(self, batch: TaskBatch, step: int) -> bool:
+        """Whether a step may take it, once it is done."""
 
     @abstractmethod
     def _ready(self, step: int) -> list[TaskBatch]:

@@ -88,25 +88,26 @@ class Meaning:
         return {name: value(run) for name, value in self.trl.items() if value is not None}
 
 
-Rows = dict[str, Meaning]
+Meanings = dict[str, Meaning]
+"""Rows of the table by the option's name."""
 
 
-def by_mrl(names: str, trainers: frozenset[str] = ALL, *, advice: str = "") -> Rows:
+def by_mrl(names: str, trainers: frozenset[str] = ALL, *, advice: str = "") -> Meanings:
     """mrl itself acts on these, as in orchestrated mode. TRL is told nothing."""
     return {name: Meaning(trainers, advice=advice) for name in names.split()}
 
 
-def same(names: str, trainers: frozenset[str] = ALL, *, advice: str = "") -> Rows:
+def same(names: str, trainers: frozenset[str] = ALL, *, advice: str = "") -> Meanings:
     """TRL has these, under the same names and with the same meaning."""
     return {name: Meaning(trainers, {name: _value_of(name)}, advice=advice) for name in names.split()}
 
 
-def becomes(name: str, trainers: frozenset[str] = ALL, *, advice: str = "", **trl: Value) -> Rows:
+def becomes(name: str, trainers: frozenset[str] = ALL, *, advice: str = "", **trl: Value) -> Meanings:
     """What TRL says in other words. trl: its options, and what each is set to."""
     return {name: Meaning(trainers, trl, advice=advice)}
 
 
-def nothing(names: str | Iterable[str], advice: str, *, also: tuple[Any, ...] = ()) -> Rows:
+def nothing(names: str | Iterable[str], advice: str, *, also: tuple[Any, ...] = ()) -> Meanings:
     """No trainer of TRL's has these: they keep their defaults."""
     return {
         name: Meaning(frozenset(), also=also, advice=advice)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from mrl.config import OverlapConfig, RolloutConfig, ServingConfig
-from mrl.simple.option_rows import Rows, TrainerRun, becomes, by_mrl, left_alone, nothing, same
+from mrl.simple.option_rows import Meanings, TrainerRun, becomes, by_mrl, left_alone, nothing, same
 from mrl.simple.trainers import ALL, GRPO_ONLY, ONLINE, RL
 
 TRL_LOSSES = {
@@ -65,7 +65,7 @@ def _generation_kwargs(run: TrainerRun) -> dict[str, Any] | None:
     return {"max_new_tokens": run.token_limit} if cut_earlier else None
 
 
-THE_RUN: Rows = {
+THE_RUN: Meanings = {
     **by_mrl("mode algorithm trl_args"),
     **by_mrl("backend backend_options call_timeout actor_gpu max_worker_restarts"),
     **by_mrl("run_dir run_name resume allow_change checkpoint_errors"),
@@ -86,7 +86,7 @@ THE_RUN: Rows = {
     ),
 }
 
-MODEL_AND_DATA: Rows = {
+MODEL_AND_DATA: Meanings = {
     **by_mrl("model revision use_lora lora_r lora_alpha lora_dropout lora_target_modules"),
     **same("trust_remote_code"),
     **becomes("dtype", bf16=lambda run: run.facts.bf16, fp16=lambda run: False),
@@ -106,14 +106,14 @@ MODEL_AND_DATA: Rows = {
     ),
 }
 
-REWARDS: Rows = {
+REWARDS: Meanings = {
     **by_mrl("reward_funcs reward_timeout reward_trial", ONLINE),
     **by_mrl("sandbox sandbox_options sandbox_timeout sandbox_memory_mb", ONLINE),
     **becomes("reward_weights", ONLINE, reward_weights=left_alone),
     **nothing("soft_punish_cache overlong_penalty length_penalty", "TRL has it as a reward function: trl.rewards"),
 }
 
-OPTIMIZER: Rows = {
+OPTIMIZER: Meanings = {
     **same("learning_rate weight_decay adam_beta1 adam_beta2 max_grad_norm"),
     **same("gradient_accumulation_steps gradient_checkpointing torch_compile"),
     **becomes("lr_scheduler_type", lr_scheduler_type=_schedule),
@@ -134,7 +134,7 @@ OPTIMIZER: Rows = {
     **nothing("offload_optimizer", "TRL's optimizers are chosen by trl_args: optim"),
 }
 
-LOSS: Rows = {
+LOSS: Meanings = {
     **same("num_generations", RL, advice="TRL's online DPO compares two completions"),
     **same("num_iterations epsilon mask_truncated_completions", RL),
     **same("beta", RL, advice="this trainer's beta is another thing: trl_args: beta"),
@@ -167,7 +167,7 @@ LOSS: Rows = {
     **nothing("max_logprob_gap", "TRL samples with the trainer's own weights and logprobs"),
 }
 
-SAMPLING: Rows = {
+SAMPLING: Meanings = {
     **same("temperature top_p top_k", ONLINE),
     **becomes("min_p", ONLINE, min_p=lambda run: run["min_p"] or None),
     **becomes(
@@ -182,7 +182,7 @@ SAMPLING: Rows = {
     **nothing("decode_step", "TRL decodes with model.generate"),
 }
 
-WORKERS: Rows = {  # the trainer samples from the very module it trains
+WORKERS: Meanings = {  # the trainer samples from the very module it trains
     **nothing("engine", "TRL generates with transformers (trl_args: use_vllm for vLLM)"),
     **nothing("num_rollout_workers", "the trainer generates by itself", also=(1,)),
     **nothing("num_reward_workers", "the trainer calls the reward functions itself", also=(1,)),
@@ -197,7 +197,7 @@ WORKERS: Rows = {  # the trainer samples from the very module it trains
     **nothing(OverlapConfig.model_fields, "TRL's trainers generate and train in turn"),
 }
 
-MEANINGS: Rows = {**THE_RUN, **MODEL_AND_DATA, **REWARDS, **OPTIMIZER, **LOSS, **SAMPLING, **WORKERS}
+MEANINGS: Meanings = {**THE_RUN, **MODEL_AND_DATA, **REWARDS, **OPTIMIZER, **LOSS, **SAMPLING, **WORKERS}
 
 RESERVED = {
     **dict.fromkeys(("output_dir", "logging_dir", "hub_model_id", "push_to_hub", "run_name"), "run_dir"),

@@ -12,7 +12,8 @@ from transformers import TrainerCallback
 
 from mrl.config import OrchestratorConfig
 from mrl.errors import TrainingError
-from mrl.experience.batch import check_failures, rollout_metrics
+from mrl.experience.failures import check_failures
+from mrl.experience.metrics import rollout_metrics
 from mrl.loop.checkpointing import best_so_far
 from mrl.rewards.base import RewardRequest
 from mrl.simple.data import TASK
