@@ -15,6 +15,7 @@ from torch import Tensor
 from mrl.actor.optimizer import load_optimizer
 from mrl.errors import CheckpointError, MRLError
 from mrl.store.checkpoints import SERVED
+from mrl.system.transfers import on_host
 
 GAP_PROBE = "trainer/gap_probe.json"
 """File in a checkpoint."""
@@ -36,7 +37,7 @@ class Snapshot:
 
     def write(self, folder: Path, served: str | None = None) -> None:
         """Write model, tokenizer, optimizer, schedule and RNG states into `folder`, and the file `served` as it is."""
-        self.model.save_pretrained(folder, state_dict=self.tensors)
+        self.model.save_pretrained(folder, state_dict=on_host(self.tensors))
         self.tokenizer.save_pretrained(folder)
         torch.save(self.optimizer, folder / "trainer" / "optimizer.pt")
         torch.save(self.scheduler, folder / "trainer" / "scheduler.pt")
@@ -80,9 +81,9 @@ def load_snapshot(folder: Path, model: Any, optimizer: Any, scheduler: Any, *, u
     """
     try:
         _load_tensors(folder, model)
-        state = torch.load(folder / "trainer" / "optimizer.pt", weights_only=True)
+        state = torch.load(folder / "trainer" / "optimizer.pt", weights_only=True, map_location="cpu")
         load_optimizer(optimizer, scheduler, state, updates)
-        rng = torch.load(folder / "trainer" / "rng.pt", weights_only=True)
+        rng = torch.load(folder / "trainer" / "rng.pt", weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, ValueError, KeyError, MRLError) as error:
         raise CheckpointError(f"{folder}: does not fit this model and configuration ({error})") from error
     torch.set_rng_state(rng["cpu"])

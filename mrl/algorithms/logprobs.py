@@ -58,8 +58,8 @@ def token_logprobs(
     (float64 where the product is).
 
     logits = transform(hidden @ weight^T + low rank + bias), multiplied in `compute_dtype` (default: the weight's), the
-    softmax in float32. Differentiable in hidden, weight, bias and the low-rank pair; tokens whose gradient is 0 cost
-    nothing in the backward pass. The entropy carries a gradient with `entropy_grad`, and is 0 without `entropy`.
+    softmax in float32. Differentiable in hidden, weight, bias and the low-rank pair; on the CPU, tokens whose gradient
+    is 0 cost nothing in the backward pass. The entropy carries a gradient with `entropy_grad`, and is 0 without `entropy`.
     tile: tokens and words whose logits exist at once.
     """
     device = hidden_NH.device
@@ -139,7 +139,8 @@ class _TiledLogprobs(torch.autograd.Function):
         needed = [need and t is not None for need, t in zip(ctx.needs_input_grad, ctx.saved_tensors, strict=False)][:5]
         grad_entropy_N = grad_entropy_N if settings.entropy_grad else None
         active = grad_N != 0 if grad_entropy_N is None else (grad_N != 0) | (grad_entropy_N != 0)
-        rows = None if bool(active.all()) else active.nonzero().squeeze(1)
+        # On an accelerator the host would have to wait for it to know which tokens to leave out.
+        rows = None if not hidden.is_cpu or bool(active.all()) else active.nonzero().squeeze(1)
 
         def kept(value: Tensor | None) -> Tensor | None:
             return value if rows is None or value is None else value[rows]
