@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.utils.backend_registration as registration
 from torch.library import Library
-from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 _waits: Counter[str] = Counter()
@@ -198,7 +197,8 @@ _SIZED_BY_DATA = {
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+    _map(lambda x: tensors.append(x), (args, kwargs))
     sims = [x for x in tensors if isinstance(x, SimTensor)]
     if sims and func not in _COPIES | _INDEXING:
         for x in tensors:
@@ -226,18 +226,29 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         to_sim = bool(sims) and (func is not aten.copy_.default or args[0] is sims[0].raw)
     known = {id(x.raw): x for x in sims}
 
-    def wrap(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or isinstance(x, SimTensor):
+    def wrap(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, SimTensor):
             return x
         if id(x) in known:
             return known[id(x)]
         return SimTensor(x) if to_sim else x
 
-    return pytree.tree_map(wrap, result)
+    return _map(wrap, result)
 
 
 def _raw(tree: Any) -> Any:
-    return pytree.tree_map(lambda x: x.raw if isinstance(x, SimTensor) else x, tree)
+    return _map(lambda x: x.raw if isinstance(x, SimTensor) else x, tree)
+
+
+def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The same lists, tuples and dictionaries with other tensors in them."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)([_map(function, x) for x in tree])
+    if type(tree) is dict:
+        return {name: _map(function, x) for name, x in tree.items()}
+    return tree
 
 
 def _count(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
@@ -290,12 +301,11 @@ def _in_autocast_dtype(name: str) -> None:
     op = getattr(aten, name)
 
     def cast(x: Any) -> Any:
-        lower = isinstance(x, torch.Tensor) and x.dtype == torch.float32
-        return x.to(torch.get_autocast_dtype("sim")) if lower else x
+        return x.to(torch.get_autocast_dtype("sim")) if x.dtype == torch.float32 else x
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-            return op(*pytree.tree_map(cast, args), **pytree.tree_map(cast, kwargs))
+            return op(*_map(cast, args), **_map(cast, kwargs))
 
     _AUTOCAST.impl(name, run)
 
