@@ -3,9 +3,9 @@
     import tests.simulated_device          # before models are loaded: it changes torch for the whole process
     model.to("sim")                        # forward, backward, optimizers: with the CPU's numbers
 
-What fails on it would fail on CUDA: operations that mix devices (all but 0-dimensional tensors and indices), `.numpy()` on
-device memory, tensors made on the wrong side, what is read before its copy has arrived. `waits()` counts how often the
-host waits for the device, by what makes it wait.
+What fails on it would fail on CUDA: operations that mix devices (all but 0-dimensional tensors and indices), `.numpy()`
+on device memory, tensors made on the wrong side, what is read before its copy has arrived. `waits()` counts how often
+the host waits for the device, by what makes it wait.
 
 Copies with `non_blocking=True` to the host, and on a side stream, happen as late as streams and events allow: at the
 `synchronize`, `wait_stream` or `wait_event` that asks for them. What is copied to the host is NaN (or -1) until then.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.actor.lora import saved_state_dict
 from mrl.actor.optimizer import load_optimizer
 from mrl.errors import CheckpointError, MRLError
 from mrl.store.checkpoints import SERVED
@@ -49,7 +50,7 @@ class Snapshot:
 
 def take_snapshot(model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, *, copy: bool) -> Snapshot:
     """The state now; with `copy`, in host memory of its own."""
-    tensors, optimizer_state = dict(model.state_dict()), optimizer.state_dict()
+    tensors, optimizer_state = saved_state_dict(model), optimizer.state_dict()
     rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state_all()
@@ -68,7 +69,7 @@ def fits_in_memory_twice(model: Any, optimizer: Any) -> bool:
     """Whether a copy of the training state leaves as much host memory free again."""
     import psutil
 
-    tensors = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
+    tensors = [*saved_state_dict(model).values(), *(t for s in optimizer.state.values() for t in s.values())]
     size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
     return bool(psutil.virtual_memory().available > 2 * size)
 

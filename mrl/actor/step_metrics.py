@@ -48,9 +48,7 @@ class StepMetrics:
             largest_M = torch.stack([torch.where(on_BT, values_MBT[m], -torch.inf).amax() for m in at])
             self.largest_M = largest_M if self.largest_M is None else torch.maximum(self.largest_M, largest_M)
 
-    def importance(
-        self, log_weights_BT: Tensor, bounded_BT: Tensor | None, counted_BT: Tensor | None = None
-    ) -> None:
+    def importance(self, log_weights_BT: Tensor, bounded_BT: Tensor | None, counted_BT: Tensor | None = None) -> None:
         """Weights of the sampler/trainer correction, one of each token or sequence. bounded_BT: as they were used; None
         = they were not. counted_BT: where the weights are; None = everywhere."""
         self.weights.add(log_weights_BT, bounded_BT, counted_BT)
@@ -85,7 +83,8 @@ class StepMetrics:
         parts = [self.sums_M, *([] if self.largest_M is None else [self.largest_M])]
         (sums_M, *largest), weights = _split(fetch(*parts, *self.weights.sums), len(parts))
         *sums, tokens = sums_M.tolist()
-        maxima = dict(zip((n for n in WITH_MAXIMUM if n in self.names), largest[0].tolist() if largest else ()))
+        with_maximum = [name for name in WITH_MAXIMUM if name in self.names]
+        maxima = dict(zip(with_maximum, largest[0].tolist() if largest else [], strict=True))
         unexplained = self.unexplained_gap()
         return {
             "train/loss": sum(self.losses) / len(self.losses),

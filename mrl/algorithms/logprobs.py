@@ -59,7 +59,8 @@ def token_logprobs(
 
     logits = transform(hidden @ weight^T + low rank + bias), multiplied in `compute_dtype` (default: the weight's), the
     softmax in float32. Differentiable in hidden, weight, bias and the low-rank pair; on the CPU, tokens whose gradient
-    is 0 cost nothing in the backward pass. The entropy carries a gradient with `entropy_grad`, and is 0 without `entropy`.
+    is 0 cost nothing in the backward pass. The entropy carries a gradient with `entropy_grad`, and is 0 without
+    `entropy`.
     tile: tokens and words whose logits exist at once.
     """
     device = hidden_NH.device

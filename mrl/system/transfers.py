@@ -49,7 +49,9 @@ def leaving(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> 
     (device,) = devices
     module = torch.get_device_module(device)
     stream, arrived = module.Stream(device), [module.Event(), module.Event()]
-    size = max(tensor.numel() * max(tensor.element_size(), dtype.itemsize if dtype else 0) for tensor in tensors.values())
+    size = max(
+        tensor.numel() * max(tensor.element_size(), dtype.itemsize if dtype else 0) for tensor in tensors.values()
+    )
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
     sent: dict[int, tuple[Tensor, Tensor]] = {}
     """On the device and in host memory, by buffer: the first has to live until its copy has arrived."""
@@ -78,9 +80,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.detach()
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory; tensors of the host are those given."""
-    return {name: (here if tensors[name].is_cpu else here.clone()) for name, here in leaving(tensors)}
+def on_host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All of them in host memory at once, see `leaving`. What is there already, in its dtype, is what was given."""
+    return {name: here if tensors[name].is_cpu else here.clone() for name, here in leaving(tensors, dtype)}
 
 
 def _asynchronous(device: torch.device) -> bool:
