@@ -196,7 +196,19 @@ _SIZED_BY_DATA = {
 """Their result's shape, or a number for Python, depends on the data."""
 
 
+def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A product of narrow factors that comes out in float32, as CUDA has it; the CPU widens the factors."""
+    *factors, dtype = args
+    given = [x.to(dtype) for x in factors]
+    return getattr(func.overloadpacket, "out" if "out" in kwargs else "default"), given, kwargs
+
+
+_WIDENING = {aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out}
+
+
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    if func in _WIDENING:
+        func, args, kwargs = _widened(func, args, kwargs)
     tensors: list[torch.Tensor] = []
     _map(lambda x: tensors.append(x), (args, kwargs))
     sims = [x for x in tensors if isinstance(x, SimTensor)]

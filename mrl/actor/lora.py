@@ -78,7 +78,7 @@ def public_state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def saved_state_dict(model: Any) -> dict[str, Tensor]:
-    """The live tensors that `save_pretrained` writes: everything, or of a model with an adapter what is the adapter's."""
+    """The live tensors that `save_pretrained` writes: all, or of a model with an adapter the adapter's."""
     state: dict[str, Tensor] = model.state_dict()
     if not hasattr(model, "get_base_model"):
         return dict(state)

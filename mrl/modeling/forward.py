@@ -17,6 +17,7 @@ from mrl.modeling.gather import Gather, make_gather
 from mrl.modeling.head import find_head
 from mrl.modeling.packed_attention import Line, NotPackableError, make_line, watch_windows
 from mrl.modeling.rows import Rows
+from mrl.modeling.wide_logits import keep_logits_wide
 from mrl.system.transfers import onto
 
 
@@ -45,6 +46,8 @@ class Forward:
         with torch.no_grad(), evaluating(model):
             self.head = find_head(causal_lm_of(model), self.device)
             self.packs = packing and packs_exactly(causal_lm_of(model), self.device)
+        if self.head is None:
+            keep_logits_wide(causal_lm_of(model))
         self.notices: list[str] = []
         """What a user should know of it."""
         name = type(causal_lm_of(model)).__name__

@@ -17,6 +17,7 @@ from mrl.engines.transformers.cuda_graphs import CudaGraphs, Recorder
 from mrl.engines.transformers.kv_cache import GrowingCache, layer_windows
 from mrl.engines.transformers.lean_step import LeanStep, can_be_lean
 from mrl.errors import EngineError
+from mrl.modeling.wide_logits import keep_logits_wide, same_weights
 
 Path = Literal["own steps", "own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:
@@ -53,6 +54,7 @@ class CausalLM:
         accepted = inspect.signature(self.inner.forward).parameters
         text_config = self.text_config = self.config.get_text_config(decoder=True)
         self._check(accepted.keys(), text_config, max_model_len)
+        keep_logits_wide(self.inner)
         self.embedding = cast(nn.Embedding, self.inner.get_input_embeddings())
         self.vocab_size = self.embedding.num_embeddings
         self.cache_bytes_per_token = _cache_bytes_per_token(text_config, self.inner.dtype)
@@ -84,7 +86,7 @@ class CausalLM:
         for m in training:
             m.training = False
         try:
-            with torch.no_grad(), autocast:
+            with torch.no_grad(), autocast, same_weights():
                 yield
         except torch.OutOfMemoryError as e:
             raise EngineError(f"out of memory; lower max_decode_rows, max_model_len or max_tokens ({e})") from e
