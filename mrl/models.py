@@ -106,8 +106,11 @@ def _check_tokenizer_files(folder: Path) -> None:
         )
 
 
-def load_model(config: ModelConfig) -> PreTrainedModel:
-    """The model in float32 on its device, adapters merged. Raises ModelError."""
+def load_model(config: ModelConfig, *, matrices: torch.dtype | None = None) -> PreTrainedModel:
+    """The model in float32 on its device, adapters merged. Raises ModelError.
+
+    matrices: what to hold those of its parameters in that autocast would round to it at each use: see `narrow`.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -132,8 +135,27 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
+    if matrices is not None:
+        narrow(model, matrices)
     model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
     return model.eval()
+
+
+def narrow(model: Any, dtype: torch.dtype) -> None:
+    """Hold in `dtype` what autocast multiplies by in `dtype` anyway, in place: numbers under autocast stay the same.
+
+    These are the linear layers, and experts' matrices, a layer's in one tensor. Embeddings, a head that is tied to
+    them, and norms stay: under autocast these are used as they are.
+    """
+    import torch
+
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        linear = type(module) is torch.nn.Linear and id(module.weight) not in embeddings
+        for parameter in own:
+            if linear or parameter.dim() == 3:
+                parameter.data = parameter.data.to(dtype)
 
 
 def load_classifier(config: ModelConfig) -> PreTrainedModel:

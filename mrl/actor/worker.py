@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mrl.actor.lora import adapts_parameters, add_lora
-from mrl.actor.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
+from mrl.actor.micro_batches import CPU_TOKENS, by_count, by_tokens, gpu_tokens
 from mrl.actor.objective import Objective, kl_estimator
 from mrl.actor.optimizer import check_offload, make_optimizer, make_scheduler
 from mrl.actor.publisher import Publisher
@@ -39,6 +39,7 @@ from mrl.modeling.rows import Rows, make_rows
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.system.environment import computing_environment
+from mrl.system.memory import claim, unclaimed
 from mrl.system.threads import submit
 from mrl.system.transfers import fetch, onto
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
@@ -107,6 +108,7 @@ class ActorWorker:
         self.optimizer = make_optimizer(self.parameters, config, self.device)
         self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
         self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
+        self.micro_batch_tokens = config.max_tokens_per_micro_batch or self._default_tokens()
         self.gap_probe = GapProbe(self.forward, self.algorithm.max_logprob_gap)
         self.compiled: CompiledLayers | None = None
         notices = self.forward.notices
@@ -306,6 +308,7 @@ class ActorWorker:
         finite = math.isfinite(total) and math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
+            claim(self, self.device, 0)  # its state is there from now on
         self._advance_schedule()
         self.optimizer.zero_grad(set_to_none=True)
         metrics.skipped += not finite
@@ -360,9 +363,23 @@ class ActorWorker:
         with self.model.disable_adapter():  # type: ignore[operator]
             return self._logprobs(self.model, rows)[0]
 
+    def _default_tokens(self) -> int:
+        """Of a micro-batch, by what will be left of the device's memory; the optimizer's state comes with its first
+        update, and its gradients with each."""
+        free = unclaimed(self.device)
+        if free is None:
+            return CPU_TOKENS
+        trained = sum(p.numel() * p.element_size() for p in self.parameters)
+        claim(self, self.device, 0 if self.config.offload_optimizer else 2 * trained)
+        later = trained if self.config.offload_optimizer else 3 * trained
+        return gpu_tokens(
+            self.model.config.get_text_config(),
+            max(0, free - later),
+            narrow=self.autocast_dtype is not None,
+            checkpointing=self.config.gradient_checkpointing,
+        )
+
     def _micro_batches(self, samples: list[Sample]) -> list[list[int]]:
         if self.config.gradient_accumulation_steps > 1:
             return by_count(samples, self.config.gradient_accumulation_steps)
-        default = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
-        most = self.config.max_tokens_per_micro_batch or default
-        return by_tokens(samples, most, shared_prompts=self.forward.packs)
+        return by_tokens(samples, self.micro_batch_tokens, shared_prompts=self.forward.packs)

@@ -57,7 +57,6 @@ class CausalLM:
         keep_logits_wide(self.inner)
         self.embedding = cast(nn.Embedding, self.inner.get_input_embeddings())
         self.vocab_size = self.embedding.num_embeddings
-        self.cache_bytes_per_token = _cache_bytes_per_token(text_config, self.inner.dtype)
         self.autocast_dtype = autocast_dtype
         self.limits_logits = "logits_to_keep" in accepted
         self.windows = layer_windows(self.config)
@@ -98,6 +97,12 @@ class CausalLM:
     def replaces_rows(self) -> bool:
         """Whether caches are `GrowingCache`s, whose rows can be overwritten by other prompts."""
         return self.path != "model's cache"
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values of all layers; see `as_multiplied`."""
+        narrow = self.autocast_dtype is not None and self.replaces_rows
+        return _cache_bytes_per_token(self.text_config, self.autocast_dtype if narrow else self.inner.dtype)
 
     def new_cache(self) -> Cache:
         """An empty cache of the kind the model needs."""
@@ -223,9 +228,9 @@ def _without_peft(module: nn.Module) -> PreTrainedModel:
     return module
 
 
-def _cache_bytes_per_token(text_config: PreTrainedConfig, dtype: torch.dtype) -> int:
+def _cache_bytes_per_token(text_config: PreTrainedConfig, dtype: torch.dtype | None) -> int:
     """Keys and values of all layers for one token, by the config's usual names (too many where some are missing)."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    return int(2 * text_config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize)
+    return int(2 * text_config.num_hidden_layers * kv_heads * head_dim * (dtype or torch.float32).itemsize)
