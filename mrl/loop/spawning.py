@@ -69,7 +69,7 @@ def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = Fals
     if options:
         options["sync_timeout"] = config.runtime.sync_timeout
     elif config.runtime.engine == "transformers" and config.overlap.by_group:
-        options["continuous"] = True
+        options["endless"] = True
     if "vllm_devices" in options:
         options["vllm_devices"] = config.serving.devices_of(0) if alone else engine_gpus(config)[0][index]
     if "vllm_urls" in options:

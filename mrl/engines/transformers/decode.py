@@ -43,7 +43,6 @@ from mrl.engines.transformers.prefill import Prefilled, Prefiller, TokenIds
 from mrl.engines.transformers.sampling import RowParams, sample
 from mrl.engines.transformers.static_step import StaticStep
 from mrl.engines.transformers.stop_strings import StopStrings
-from mrl.errors import EngineError
 from mrl.system.transfers import fetch, onto
 from mrl.types import Completion, FinishReason
 
@@ -58,6 +57,12 @@ REFILL_SHARE = 0.125
 
 STEPS_PER_CHECK = {"cpu": 1, "cuda": 4, "mps": 4}
 """How often the host looks which rows ended, by device: on an accelerator, looking waits for it."""
+
+NOT_FINITE = (
+    "its logits are not finite: the policy's weights are NaN or overflow; look at the last updates (learning rate, "
+    "gradient norm, dtype) and load a good checkpoint"
+)
+"""What a request is told whose next token cannot be drawn."""
 
 FIRST_ROOM = 256
 """Tokens a cache has room for at first beyond the prompt; it grows by half when they are used up."""
@@ -88,7 +93,7 @@ def decode(
 ) -> list[Job]:
     """Give each job's call its completion as soon as it ended, those that join later too.
 
-    Returns what is left when `calls` interrupts. Raises EngineError for logits that are not finite.
+    Returns what is left when `calls` interrupts.
     """
     return _Batch(lm, jobs, calls, limits, eos_ids, stop_strings, version).run()
 
@@ -290,10 +295,7 @@ class _Batch:
     # --- rows that end ----------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Take over what was sampled, and hand over the completions of rows that ended. Here the host waits.
-
-        Raises EngineError when the logits behind a sampled token were not finite.
-        """
+        """Take over what was sampled, and hand over the completions of rows that ended. Here the host waits."""
         found = fetch(*(tensor for step in self.unseen for tensor in step))
         self.unseen = []
         token_BK, logprob_BK, stop_BK, usable_BK = (torch.stack(found[kind::4], dim=1) for kind in range(4))
@@ -324,15 +326,11 @@ class _Batch:
         row = self.rows[slot]
         assert row is not None
         request = row.job.request
-        if not usable:
-            raise EngineError(
-                f"logits for request {request.id!r} are not finite: the policy's weights are NaN or overflow; "
-                "look at the last updates (learning rate, gradient norm, dtype) and load a good checkpoint"
-            )
         ids, logprobs = self.ids_BT[slot, :length].tolist(), self.logprobs_BT[slot, :length].tolist()
         reason: FinishReason = "stop" if stopped else "length"
         versions = versions_per_token(row.job.begun.spans(self.version), length, self.version)
-        self.calls.ended(row.job, Completion(request.id, ids, logprobs, reason, versions))
+        completion = Completion(request.id, ids, logprobs, reason, versions)
+        self.calls.ended(row.job, completion if usable else Completion.failed(request, NOT_FINITE, self.version))
         self.rows[slot] = None
 
     def drop_finished(self) -> None:
