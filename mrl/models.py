@@ -144,18 +144,15 @@ def load_model(config: ModelConfig, *, matrices: torch.dtype | None = None) -> P
 def narrow(model: Any, dtype: torch.dtype) -> None:
     """Hold in `dtype` what autocast multiplies by in `dtype` anyway, in place: numbers under autocast stay the same.
 
-    These are the linear layers, and experts' matrices, a layer's in one tensor. Embeddings, a head that is tied to
-    them, and norms stay: under autocast these are used as they are.
+    These are the linear layers. Embeddings, a head that is tied to them, norms, and experts whose matrices are one
+    tensor stay: autocast does not round these, or not always.
     """
     import torch
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        linear = type(module) is torch.nn.Linear and id(module.weight) not in embeddings
-        for parameter in own:
-            if linear or parameter.dim() == 3:
-                parameter.data = parameter.data.to(dtype)
+        if type(module) is torch.nn.Linear and id(module.weight) not in embeddings:
+            module.to(dtype)
 
 
 def load_classifier(config: ModelConfig) -> PreTrainedModel:

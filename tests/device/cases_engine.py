@@ -4,6 +4,7 @@ tests/test_simulated_device.py."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from mrl.engines.transformers.decode import STEPS_PER_CHECK
 from mrl.engines.transformers.engine import TransformersEngine
 from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence
 from tests import simulated_device
+from tests.device.cases_actor import make_actor
 from tests.engines.small_models import VOCAB, assert_same, build, prompts_of
 
 CUT = SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, stop_token_ids=(3, 17))
@@ -107,3 +109,26 @@ def test_it_refuses_what_cuda_would() -> None:
     assert host.isnan().all()
     simulated_device.MODULE.synchronize()
     assert torch.equal(host, torch.zeros(3, VOCAB))
+
+
+def test_engines_on_one_device_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes half of what is left, and gives it back when it is gone."""
+    monkeypatch.setattr(type(simulated_device.MODULE), "free", 4_000_000)
+    engines = [engine_on("sim", "qwen2") for _ in range(2)]
+    budgets = [engine._limits.max_batch_tokens * engine._model.cache_bytes_per_token for engine in engines]
+    assert 1_600_000 <= budgets[0] <= 2_000_000
+    assert budgets[1] <= (4_000_000 - budgets[0]) / 2
+    one = engines[0]._limits.max_batch_tokens
+    engines.clear()
+    gc.collect()
+    assert engine_on("sim", "qwen2")._limits.max_batch_tokens == one
+
+
+def test_micro_batches_are_by_the_memory_that_is_free(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for free in (10_000_000, 30_000_000):
+        monkeypatch.setattr(type(simulated_device.MODULE), "free", free)
+        found.append([make_actor(tiny_model, "sim", **k).micro_batch_tokens for k in ({}, {"dtype": "bfloat16"})])
+        assert make_actor(tiny_model, "sim", max_tokens_per_micro_batch=77).micro_batch_tokens == 77
+    assert found[0][0] < found[0][1]
+    assert found[0][0] < found[1][0]
