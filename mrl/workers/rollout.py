@@ -194,9 +194,17 @@ class RolloutWorker:
         return self._checksum(ref)
 
     def _checksum(self, ref: WeightRef) -> str:
+        import torch
+
         from mrl.weights.tensors import open_folder
 
         assert ref.path is not None
+        held = self._ready().state_dict()
         with open_folder(ref.path) as tensors:
-            names = list(tensors)
-        return checksum(self._ready().state_dict(), names)
+            if all(held[name].dtype == tensor.dtype for name, tensor in tensors.items()):
+                return checksum(held, list(tensors))
+            # It holds some in a narrower dtype: each has to be what was sent, rounded.
+            for name, tensor in tensors.items():
+                if not torch.equal(held[name].cpu(), tensor.to(held[name].dtype)):
+                    return f"none, as {name} is another"
+            return checksum(tensors)
