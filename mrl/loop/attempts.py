@@ -86,7 +86,8 @@ class Producer:
 
     async def _score(self, ticket: Ticket, groups: list[Group]) -> None:
         """Rewards; meanwhile the actor asks its reference model about the same samples, where it will need that."""
-        samples = [] if self.config.overlap.by_group else reference_samples(groups, self.config)
+        beside = not self.config.overlap.by_group and not self.config.serving.colocate  # the actor has the device then
+        samples = reference_samples(groups, self.config) if beside else []
         reference = asyncio.ensure_future(self._timed_reference(ticket, samples)) if samples else None
         state = TrainerState(global_step=ticket.step, max_steps=self.total_steps, epoch=ticket.epoch)
         try:

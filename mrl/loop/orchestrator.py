@@ -23,7 +23,8 @@ from mrl.experience.batch import check_failures, make_batch, rollout_metrics, sh
 from mrl.experience.shaping import KL, is_scored, shape_by_length
 from mrl.loop.attempts import Producer
 from mrl.loop.checkpointing import Checkpointing
-from mrl.loop.preflight import Prepared, check_disk, prepare, total_steps
+from mrl.loop.colocate import Colocation
+from mrl.loop.preflight import Prepared, check_disk, colocated_places, prepare, total_steps
 from mrl.loop.progress import showing_progress
 from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
@@ -140,11 +141,12 @@ class Orchestrator(RecordedRun):
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
-            with self._timed("reference"):
-                await self.producer.add_reference_logprobs(groups)
-            await self._shape(groups)
-            metrics |= shaping_metrics(groups, self.config)
-            metrics |= await self._learn(groups)
+            async with self.colocation.training(self.stream.quiet, syncs=self._just_synced()):
+                with self._timed("reference"):
+                    await self.producer.add_reference_logprobs(groups)
+                await self._shape(groups)
+                metrics |= shaping_metrics(groups, self.config)
+                metrics |= await self._learn(groups)
             self.watch.look(self.step, groups)
         except Stopped:  # as if the step had not begun
             raise
@@ -287,7 +289,13 @@ class Orchestrator(RecordedRun):
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
             self.version = self.point.state["policy_version"]
         self.source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
+        places = colocated_places(config)
+        self.colocation = Colocation(
+            config, self.actor, self.workers, places, self.sync, note=self._note, timed=self._timed
+        )
+        await self.colocation.start()
         facts: dict[str, Any] = await self.actor.call("initialize")
+        facts["repeatable_sampling"] = config.serving.samples_repeatably(config.runtime.engine)
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
         if self.point is not None:
             await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
@@ -302,6 +310,7 @@ class Orchestrator(RecordedRun):
             self.served = None
             await self.policy.sync(self.sync, self.actor, self.version)
             return
+        await self.colocation.give_device()
         ref = WeightRef(self.version, path=str(self.served.parent))
         for worker in self.workers:
             await worker.call("update_weights", ref)

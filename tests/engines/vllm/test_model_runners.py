@@ -1,5 +1,5 @@
-"""Scores at a request's temperature from vLLM's second model runner, which only GPUs have: its own scoring code, with the
-two kernels that it calls written in torch."""
+"""Scores at a request's temperature from vLLM's second model runner, which only GPUs have: its own scoring code, with
+the two kernels that it calls written in torch."""
 
 from __future__ import annotations
 
