@@ -146,6 +146,8 @@ def test_they_take_turns_and_the_run_is_the_same(
     assert calls == [*BEGIN, "generate 0", *STEP, "load 1", "generate 1", *STEP, "load 2", "save"]
     (shared,) = [message for message in notices(tmp_path / "one") if message.startswith("colocate: GPU 0 (24.0 GiB)")]
     assert "gpu_memory_utilization 0.92" in shared
+    (began,) = [row for row in read_rows(tmp_path / "one", "events") if row["kind"] == "start"]
+    assert began["repeatable_sampling"] is False
     times = [row["time/handover"] for row in read_rows(tmp_path / "one", "metrics")]
     assert len(times) == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -168,6 +170,24 @@ def test_weights_that_are_not_sent_are_kept(tiny_model: str, tmp_path: Path, cal
     run(tiny_model, tmp_path / "adapter", use_lora=True, max_steps=1)
     assert "sleep 1" in calls
     assert "sleep 2" not in calls
+
+
+def test_it_goes_on_with_weights_that_were_sent_before_the_actors(
+    tiny_model: str, tmp_path: Path, calls: list[str]
+) -> None:
+    """From a checkpoint between two syncs, which holds both."""
+    run(tiny_model, tmp_path / "whole", sync_weights_every=2, max_steps=4)
+    run(tiny_model, tmp_path / "cut", sync_weights_every=2, max_steps=3)
+    calls.clear()
+    Sleeper.actor_here = False
+    run_again(tmp_path / "cut", max_steps=4)
+    assert calls[:6] == ["start", "sleep 2", "initialize", "leave", "load 1", "generate 1"]
+    assert small_runs.same_weights(tmp_path / "whole", tmp_path / "cut")
+
+
+def run_again(folder: Path, **changes: Any) -> RunResult:
+    given = {"train_dataset": small_runs.TASKS, "reward_funcs": small_runs.distinct}
+    return MRLTrainer(resume=str(folder), **given, **changes).train()
 
 
 def test_checkpoints_and_evaluations_come_in_between(tiny_model: str, tmp_path: Path, calls: list[str]) -> None:
@@ -203,7 +223,7 @@ def test_stopped_in_the_actors_turn_it_goes_on_later(
     assert calls == [*BEGIN, "generate 0", "sleep 2", "return", "train", "save"]
     calls.clear()
     Sleeper.actor_here = False
-    MRLTrainer(resume=str(tmp_path / "cut"), train_dataset=small_runs.TASKS, reward_funcs=small_runs.distinct).train()
+    run_again(tmp_path / "cut")
     assert calls[:6] == ["start", "sleep 2", "initialize", "write", "leave", "load 1"]
     assert small_runs.same_weights(tmp_path / "whole", tmp_path / "cut")
 
