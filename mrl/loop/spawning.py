@@ -73,6 +73,8 @@ def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = Fals
         options["continuous"] = True
     if config.runtime.engine == "vllm":
         options["seed"] = derive_seed(config.training.seed, "engine", index) % 2**31
+    if alone and options.get("repeatable_sampling", False) is None:
+        options["repeatable_sampling"] = True  # the same evaluation twice gives the same figures
     if "vllm_devices" in options:
         options["vllm_devices"] = config.serving.devices_of(0) if alone else engine_gpus(config)[0][index]
         options["colocate"] = not alone and index in colocated_places(config)

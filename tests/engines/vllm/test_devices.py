@@ -73,7 +73,9 @@ def test_too_few_gpus_are_refused_with_what_to_do(
 def test_an_engine_without_an_actor_takes_the_devices_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = OrchestratorConfig.from_flat(engine="vllm", device="cuda:0")
-    assert engine_options(config, 0, alone=True)["vllm_devices"] == []
+    options = engine_options(config, 0, alone=True)
+    assert options["vllm_devices"] == []
+    assert options["repeatable_sampling"] is True, "an evaluation, whose figures are to be the same twice"
 
 
 def test_engines_that_draw_without_seeds_of_requests_draw_differently() -> None:
