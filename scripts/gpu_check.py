@@ -214,7 +214,7 @@ def vllm(report: Report) -> None:
     """vLLM's logprobs at two temperatures, weights sent to it, seeds; on a GPU sleep and wake at both levels."""
     from mrl.config import ModelConfig
     from mrl.engines.vllm.engine import VLLMEngine
-    from mrl.models import load_model
+    from mrl.models import load_model, load_tokenizer
     from mrl.weights.files import publish
 
     need_vllm()
@@ -232,6 +232,7 @@ def vllm(report: Report) -> None:
             ref = publish(dict(model.state_dict()), Path(folder) / "weights", 1)
             changed = Path(folder) / "changed"
             model.save_pretrained(changed)
+            load_tokenizer(config).save_pretrained(changed)
             report.facts["sending weights, s"] = round(timed(lambda: engine.load_weights(ref), report, repeat=1), 3)
             vllm_scores(report, engine, str(changed), "after a sync")
             for seeds in (True, False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ class Residence:
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.models, self.optimizer, self.device = models, optimizer, device
         self.away = False
+        self.moved_states: list[tuple[dict[str, Any], str]] = []
+        """Of the optimizer's, which are in host memory now."""
         self.host: dict[tuple[int, str], Tensor] = {}
         """By parameter and the name of what belongs to it; "" is the parameter itself."""
 
@@ -28,7 +31,7 @@ class Residence:
         """Nothing of it but buffers is on the device afterwards. Calling it twice is allowed."""
         if self.away:
             return
-        moved: list[tuple[Tensor, Tensor]] = []
+        moved: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in self._parameters():
             parameter.grad = None
             known = not parameter.requires_grad and (id(parameter), "") in self.host

@@ -149,11 +149,10 @@ def model_size(config: OrchestratorConfig) -> ModelSize:
 
 def _cached_numbers(model: Any) -> int:
     """Of one token; 0 for models that do not say it in the usual words."""
-    heads = getattr(model, "num_key_value_heads", None) or getattr(model, "num_attention_heads", 0)
-    width = getattr(model, "head_dim", None) or (
-        getattr(model, "hidden_size", 0) // max(1, getattr(model, "num_attention_heads", 1))
-    )
-    return int(2 * getattr(model, "num_hidden_layers", 0) * heads * width)
+    all_heads = int(getattr(model, "num_attention_heads", None) or 0)
+    heads = int(getattr(model, "num_key_value_heads", None) or all_heads)
+    width = int(getattr(model, "head_dim", None) or getattr(model, "hidden_size", 0) // max(1, all_heads))
+    return 2 * int(getattr(model, "num_hidden_layers", 0)) * heads * width
 
 
 def _gib(count: float) -> str:

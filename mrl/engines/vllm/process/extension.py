@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
@@ -171,13 +170,13 @@ def _score_at_temperature_v2(runner: Any) -> None:
     plain = scorer.compute_prompt_logprobs
 
     def by_temperature(logits_of: Any, hidden_NH: Tensor, batch: Any, *rest: Any) -> dict[str, Any]:
-        of_requests = runner.sampler.sampling_states.temperature.np[batch.idx_mapping_np]
-        of_requests = np.where(of_requests == 0, 1.0, of_requests)
+        of_requests = torch.from_numpy(runner.sampler.sampling_states.temperature.np[batch.idx_mapping_np])
+        of_requests = torch.where(of_requests == 0, 1.0, of_requests)
         if (of_requests == 1).all():
             answer: dict[str, Any] = plain(logits_of, hidden_NH, batch, *rest)
             return answer
-        tokens = np.diff(batch.query_start_loc_np[: len(of_requests) + 1])
-        temperatures_N = torch.from_numpy(np.repeat(of_requests, tokens).astype(np.float32)).to(hidden_NH.device)
+        tokens = torch.from_numpy(batch.query_start_loc_np[: len(of_requests) + 1]).diff()
+        temperatures_N = of_requests.repeat_interleave(tokens).to(hidden_NH.device)
         done = 0
 
         def scaled(chunk_CH: Tensor) -> Tensor:  # vLLM asks for the tokens in order, some at a time
