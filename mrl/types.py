@@ -54,6 +54,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """An image that stands in a prompt."""
+
+    data: bytes
+    """The encoded file: PNG, JPEG …"""
+    kind: Literal["image"] = "image"
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One completion to sample. Requests with equal `prompt_ids` share their prefill."""
 
@@ -62,9 +71,14 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int
     """Its tokens derive from this alone, not from the requests beside it. 0 <= seed < 2**63."""
+    session: str | None = None
+    """Of the conversation it continues: requests of one session go to the worker that has their prefix in its cache."""
+    media: tuple[Media, ...] = ()
+    """In the order of their places in the prompt. An engine that takes none refuses the request."""
 
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""Why a completion ended: by itself, at its token limit, taken back, or because the request cannot be served."""
 
 
 @dataclass(slots=True)
@@ -79,6 +93,13 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int | list[int]
     """Of the weights that sampled it; one per token when they changed midway."""
+    error: str | None = None
+    """What is wrong with the request, or with its logits, where the reason is "error"; it then has no tokens."""
+
+    @classmethod
+    def failed(cls, request: GenerateRequest, error: str, version: int) -> Completion:
+        """What a request gets that cannot be served."""
+        return cls(request.id, [], [], "error", version, error)
 
 
 @dataclass(frozen=True, slots=True)

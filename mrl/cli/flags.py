@@ -28,17 +28,23 @@ FLAG_TYPES: dict[str, Any] = {
     "reward_funcs": list[str],
     "eval_dataset": str,
     "rename": list[str],
+    "rollout_options": list[str],
     "sandbox_options": list[str],
     "trl_args": list[str],
 }
 FLAG_HELP = {
     "rename": "Columns to rename, each as `old=new`; reward functions see the new names.",
+    "rollout_options": "The source's own options, each as `key=value` (values as in YAML), or all as one JSON object.",
     "sandbox_options": "Arguments of the sandbox, each as `key=value` (values as in YAML), or all as one JSON object, "
     "e.g. `slots=4 modules=[numpy]`; docs/sandbox.md lists them.",
     "trl_args": "With `mode: simple`: further options of TRL's config for that trainer, by TRL's names, each as "
     "`key=value`, or all as one JSON object; those that mrl has an option for are set by that one.",
 }
-OBJECTS = {"sandbox_options": "slots=4 modules=[numpy]", "trl_args": "packing=true max_length=512"}
+OBJECTS = {
+    "rollout_options": "max_turns=8 tools=[search]",
+    "sandbox_options": "slots=4 modules=[numpy]",
+    "trl_args": "packing=true max_length=512",
+}
 """Options that are dicts, with an example."""
 METAVARS = {"str | None": "STR", "int | None": "INT", "float | None": "FLOAT", "list[float] | None": "FLOAT ..."}
 """Where an option's type would be shown as `{None}|STR`: its text says what None means."""

@@ -11,6 +11,7 @@ from mrl.config.model import ModelConfig
 from mrl.config.orchestrator import OrchestratorConfig, flat_fields, nest
 from mrl.config.overlap import OverlapConfig
 from mrl.config.recipe import load_recipe
+from mrl.config.rollout import RolloutConfig
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.serving import ServingConfig
 from mrl.config.simple import SimpleConfig
@@ -24,6 +25,7 @@ __all__ = [
     "OrchestratorConfig",
     "OverlapConfig",
     "RewardConfig",
+    "RolloutConfig",
     "RunConfig",
     "RuntimeConfig",
     "ServingConfig",

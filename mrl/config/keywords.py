@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         ModelConfig,
         OverlapConfig,
         RewardConfig,
+        RolloutConfig,
         RunConfig,
         RuntimeConfig,
         ServingConfig,
@@ -121,6 +122,11 @@ class Options(TypedDict, total=False):
     top_k: int
     min_p: float
     stop: list[str]
+    # rollout
+    rollout_source: str
+    rollout_options: dict[str, Any]
+    rollout_timeout: float | None
+    max_concurrent_rollouts: int | None
     # reward
     reward_funcs: Any
     reward_weights: list[float] | None
@@ -182,6 +188,7 @@ class Options(TypedDict, total=False):
     data: DataConfig | dict[str, Any]
     training: TrainingConfig | dict[str, Any]
     generation: GenerationConfig | dict[str, Any]
+    rollout: RolloutConfig | dict[str, Any]
     reward: RewardConfig | dict[str, Any]
     runtime: RuntimeConfig | dict[str, Any]
     serving: ServingConfig | dict[str, Any]

@@ -14,6 +14,7 @@ from mrl.config.data import DataConfig
 from mrl.config.hints import named_elsewhere
 from mrl.config.model import ModelConfig
 from mrl.config.overlap import OverlapConfig
+from mrl.config.rollout import RolloutConfig
 from mrl.config.running import GenerationConfig, RewardConfig, RunConfig, RuntimeConfig
 from mrl.config.section import Section, unknown_option
 from mrl.config.serving import ServingConfig
@@ -30,6 +31,7 @@ class OrchestratorConfig(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     serving: ServingConfig = Field(default_factory=ServingConfig)

@@ -34,7 +34,7 @@ class RewardConfig(Section):
     reward_funcs: Any = None
     """One or several of: `sandbox` (run the tests: 0 or 1), `sandbox_partial` (fraction passed), `math_verify` (equal
     to the column `answer`), `reasoning_gym` (its tasks' verifier), `file.py:function`, `package.module:function`, or
-    callables (Python only). None = the dataset's own where it has one, else `sandbox`."""
+    callables (Python only). None = the rollout source's or the dataset's own where they have one, else `sandbox`."""
     reward_weights: list[float] | None = None
     """Weights of a sum over the functions; None = their mean."""
     reward_timeout: float = Field(60.0, gt=0)

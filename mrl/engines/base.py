@@ -32,7 +32,12 @@ class Engine(Protocol):
         ...
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        """Sample one completion per request, in the order of the requests. Raises EngineError."""
+        """Sample one completion per request, in the order of the requests. Calls may overlap.
+
+        A request that cannot be served (empty, too long, ids outside the vocabulary, impossible sampling parameters,
+        logits that are not finite, images for an engine that takes none) gets a completion with the reason "error" and
+        takes no other with it. Raises EngineError when nothing can be served: closed, without weights; EngineDied.
+        """
         ...
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:

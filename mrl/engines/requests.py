@@ -7,18 +7,35 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mrl.errors import EngineError, ModelError
-from mrl.types import GenerateRequest, TokenSequence
+from mrl.types import Completion, GenerateRequest, TokenSequence
 
 if TYPE_CHECKING:
     from mrl.config import ModelConfig
 
 
-def check_request(request: GenerateRequest, max_model_len: int, vocab_size: int | None) -> None:
-    """Raise EngineError, naming the request, for a prompt, seed or sampling that cannot be served.
+def refusal(
+    request: GenerateRequest, max_model_len: int, vocab_size: int | None, *, version: int, stop_strings: bool = True
+) -> Completion | None:
+    """The answer to a request that cannot be served, which says why; None for one that can.
 
-    vocab_size: None = not known.
+    vocab_size: None = not known. version: the policy's. stop_strings: whether the engine can tell text from tokens.
     """
+    try:
+        _check(request, max_model_len, vocab_size)
+        if request.sampling.stop and not stop_strings:
+            raise EngineError(
+                f"request {request.id!r} has stop strings, which need a tokenizer: give the engine one, or use "
+                "stop_token_ids"
+            )
+    except EngineError as error:
+        return Completion.failed(request, str(error), version)
+    return None
+
+
+def _check(request: GenerateRequest, max_model_len: int, vocab_size: int | None) -> None:
     what, s = f"request {request.id!r}", request.sampling
+    if request.media:
+        raise EngineError(f"{what} has {len(request.media)} image(s), and this engine takes none")
     _check_ids(what, "prompt", request.prompt_ids, vocab_size)
     if len(request.prompt_ids) >= max_model_len:
         raise EngineError(

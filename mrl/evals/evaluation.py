@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,20 +10,22 @@ from typing import Any
 
 from mrl.backends import BACKENDS, Resources
 from mrl.config import OrchestratorConfig
-from mrl.errors import DataError, TrainingError
+from mrl.errors import DataError, EngineError, TrainingError
 from mrl.experience.stats import Attempts, Interval, mean_reward, pass_rate
+from mrl.loop.collector import Collector
 from mrl.loop.preflight import check_engine, check_names, prepare_evaluation, reward_worker_args
 from mrl.loop.reward_trial import try_rewards
 from mrl.loop.spawning import sampling_params, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
-from mrl.rollouts.single_turn import SingleTurn
+from mrl.system.gather import all_of
 from mrl.system.threads import in_thread
 from mrl.types import GenerateRequest, Group, derive_seed
-from mrl.workers.pool import PolicyClient
-from mrl.workers.scoring import TrainerState, score_groups
+from mrl.workers.pool import RolloutPool
+from mrl.workers.scoring import TrainerState
 
-TASKS_AT_ONCE = 64
+TASKS_AT_ONCE = 1024
+"""So many are begun together; the next ones when all of them have ended."""
 
 
 @dataclass
@@ -66,7 +67,6 @@ async def evaluate(
     """Attempt every task of the configured dataset. Raises MRLError.
 
     progress: gets tasks done and their number. note: gets what a user should know before it starts.
-    Scoring of one batch of tasks runs beside the generation of the next.
     """
     prepared = await in_thread(prepare_evaluation, config, by)
     for notice in await try_rewards(config, prepared.tasks, 0):
@@ -79,20 +79,20 @@ async def evaluate(
         rewards = await backend.spawn(
             RewardWorker, name="reward", resources=Resources(), args=reward_worker_args(config.reward)
         )
-        source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
-        seed = derive_seed(config.training.seed, "eval")
+        collector = Collector.of(config, prepared, policy, rewards)
+        seed, state, tasks = derive_seed(config.training.seed, "eval"), TrainerState(0, 0, None), prepared.tasks
         groups: list[Group] = []
-        scoring: asyncio.Task[Any] | None = None
-        tasks = prepared.tasks
+        ended = 0
+
+        def finished(group: Group) -> None:
+            nonlocal ended
+            ended += 1
+            progress(ended, len(tasks))
+
         for start in range(0, len(tasks), TASKS_AT_ONCE):
-            batch = await source.collect(tasks[start : start + TASKS_AT_ONCE], policy, samples_per_task, seed=seed)
-            groups += batch
-            if scoring is not None:
-                await scoring
-            scoring = asyncio.create_task(score_groups(rewards, batch, TrainerState(0, 0, None)))
-            progress(len(groups), len(tasks))
-        if scoring is not None:
-            await scoring
+            batch = tasks[start : start + TASKS_AT_ONCE]
+            done = await collector.collect(batch, samples_per_task, seed=seed, state=state, finished=finished)
+            groups += done.groups
     finally:
         await backend.close()
     return summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
@@ -165,7 +165,9 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
             GenerateRequest(str(k), prompt_ids, params, derive_seed(config.training.seed, "sample", k))
             for k in range(count)
         ]
-        completions = await policy.generate(requests)
+        completions = await all_of([policy.generate(request) for request in requests])
+        if (refused := next((c for c in completions if c.error is not None), None)) is not None:
+            raise EngineError(refused.error)
     finally:
         await backend.close()
     return [
@@ -180,7 +182,9 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     ]
 
 
-async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int) -> PolicyClient:
+async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int) -> RolloutPool:
     worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
     await worker.call("load")
-    return PolicyClient([worker])
+    policy = RolloutPool([worker], max_model_len)
+    await policy.introduce()
+    return policy

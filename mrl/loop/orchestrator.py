@@ -3,7 +3,7 @@
     tasks -> rollouts -> rewards -> groups -> advantages -> actor step -> weight sync -> next tasks
 
 One direction, no way back except the weights. Every rollout is written down before it is forgotten. What is generated
-while the actor trains, and how far ahead, is the stream's to say (`mrl/loop/schedule.py`): there is one loop for all
+while the actor trains, and how far ahead, is the scheduler's to say (`mrl/loop/schedule.py`): there is one loop for all
 modes.
 """
 
@@ -21,23 +21,25 @@ from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
 from mrl.experience.batch import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
 from mrl.experience.shaping import KL, is_scored, shape_by_length
-from mrl.loop.attempts import Producer
 from mrl.loop.checkpointing import Checkpointing
+from mrl.loop.collector import Collector
 from mrl.loop.colocate import Colocation
 from mrl.loop.preflight import Prepared, check_disk, colocated_places, prepare, total_steps
+from mrl.loop.producer import Producer
 from mrl.loop.progress import showing_progress
 from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
-from mrl.loop.schedule import Stream, Taken, staleness
-from mrl.loop.spawning import make_sync, rollout_workers, sampling_params, spawn_actor, spawn_rewards, spawn_rollout
+from mrl.loop.schedule import Taken
+from mrl.loop.schedule_modes import make_scheduler
+from mrl.loop.spawning import make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
+from mrl.loop.task_batch import staleness
 from mrl.mismatch.watch import GapWatch
-from mrl.rollouts.single_turn import SingleTurn
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
 from mrl.types import Group, WeightRef, derive_seed
-from mrl.workers.pool import PolicyClient
-from mrl.workers.scoring import TrainerState, mean_of_rounds, score_groups
+from mrl.workers.pool import RolloutPool
+from mrl.workers.scoring import TrainerState, mean_of_rounds
 
 
 class Orchestrator(RecordedRun):
@@ -67,11 +69,11 @@ class Orchestrator(RecordedRun):
         facts = await self._unless_stopped(self._start_workers())
         notices = facts.pop("notices")
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
-        self._make_stream()
+        self._make_scheduler()
         try:
             await self._loop()
         finally:
-            await self.stream.close()
+            await self.scheduler.close()
 
     def _clean_up(self) -> None:
         self.sync.close()
@@ -88,7 +90,7 @@ class Orchestrator(RecordedRun):
         try:
             await self._steps()
         except Stopped:
-            await self.stream.close()  # what is given up takes no time from the checkpoint
+            await self.scheduler.close()  # what is given up takes no time from the checkpoint
         if self.step:
             await self._last_checkpoint()
 
@@ -99,7 +101,7 @@ class Orchestrator(RecordedRun):
             await self._evaluate()
         while self.step < self.total_steps and not self.stopping:
             self.boundary = self._state() if self._settled() else None
-            self.stream.advance(self.step, self.version)
+            self.scheduler.advance(self.step, self.version)
             self.step += 1
             try:
                 self.metrics = await self._one_step()
@@ -122,7 +124,7 @@ class Orchestrator(RecordedRun):
         """The step's groups. A run that is asked to stop gives them up: generating is most of a step, and who sends
         SIGTERM does not wait long. Not where no step was finished, which would be kept; nor in a pipeline, where what
         is under way ends first for the resumed run to be the same one."""
-        work = self.stream.take(self.step, self.version)
+        work = self.scheduler.take(self.step, self.version)
         if self.step == 1 or self.config.overlap.async_mode == "pipeline":
             return await work
         return await self._unless_stopped(work)
@@ -141,7 +143,7 @@ class Orchestrator(RecordedRun):
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
-            async with self.colocation.training(self.stream.quiet, syncs=self._just_synced()):
+            async with self.colocation.training(self.scheduler.drain, syncs=self._just_synced()):
                 with self._timed("reference"):
                     await self.producer.add_reference_logprobs(groups)
                 await self._shape(groups)
@@ -151,7 +153,7 @@ class Orchestrator(RecordedRun):
         except Stopped:  # as if the step had not begun
             raise
         except BaseException:  # what was generated is written down, whatever came after
-            self._write_step(start, metrics, self.stream.unused() if taken is None else [*groups, *taken.dropped])
+            self._write_step(start, metrics, self.scheduler.unused() if taken is None else [*groups, *taken.dropped])
             raise
         self._write_step(start, metrics, [*groups, *taken.dropped])
         self.trackers.log(self.step, metrics)
@@ -169,13 +171,13 @@ class Orchestrator(RecordedRun):
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
-        metrics = {"rollout/epoch": taken.tickets[0].epoch, **mean_of_rounds(taken.logged)}
+        metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_of_rounds(taken.logged)}
         if self.config.algorithm.zero_variance_groups == "resample":
-            metrics["rollout/resamples"] = float(sum(ticket.resamples for ticket in taken.tickets))
+            metrics["rollout/resamples"] = float(taken.resamples)
         if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:
             metrics |= staleness(taken.groups, self.version)
             metrics |= {f"rollout/{name}_groups": float(count) for name, count in taken.counts.items()}
-            metrics["rollout/in_flight_groups"] = float(self.stream.in_flight())
+            metrics["rollout/in_flight_groups"] = float(self.scheduler.in_flight())
         return metrics
 
     async def _shape(self, groups: list[Group]) -> None:
@@ -209,7 +211,7 @@ class Orchestrator(RecordedRun):
         elif self._just_synced():
             if not self.config.overlap.in_flight:
                 with self._timed("wait"):
-                    await self.stream.quiet()
+                    await self.scheduler.drain()
             self.trackers.phase("sending weights")
             with self._timed("sync"):
                 self.version += 1
@@ -219,7 +221,7 @@ class Orchestrator(RecordedRun):
 
     async def _evaluate(self) -> None:
         """Attempt the held-out tasks once each, with the same seeds every time."""
-        await self.stream.settle()  # reward functions may draw from one generator of random numbers
+        await self.scheduler.finish_begun()  # reward functions may draw from one generator of random numbers
         self.boundary, self.evaluation_due = self._state(), True
         await self._unless_stopped(self._attempt_held_out())
         self.boundary, self.evaluation_due = None, False
@@ -228,8 +230,8 @@ class Orchestrator(RecordedRun):
         start = perf_counter()
         seed = derive_seed(self.config.training.seed, "eval")
         async with showing_progress(self.trackers, self.workers, lambda: True, "evaluating"):
-            groups = await self.source.collect(self.prepared.eval_tasks, self.policy, 1, seed=seed)
-        await score_groups(self.rewards, groups, self._trainer_state(None))
+            state = TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=None)
+            groups = (await self.collector.collect(self.prepared.eval_tasks, 1, seed=seed, state=state)).groups
         metrics = rollout_metrics(groups, self.config, prefix="eval")
         self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self.eval_metrics["time/eval"] = perf_counter() - start
@@ -251,7 +253,7 @@ class Orchestrator(RecordedRun):
     async def _checkpoint(self, *, last: bool) -> None:
         self.trackers.phase("saving")
         if self.boundary is None:
-            await self.stream.settle()
+            await self.scheduler.finish_begun()
         state = (self.boundary or self._state()) | {
             "tasks": fingerprint(self.prepared.tasks),
             "trackers": self.trackers.run_ids(),
@@ -268,7 +270,7 @@ class Orchestrator(RecordedRun):
             "order": self.order.state_dict(),
             "random": random_state(),
             "gap_in_a_row": self.gap_watch.in_a_row,
-            "in_flight": self.stream.state_dict(),
+            "in_flight": self.scheduler.state_dict(),
         }
 
     # --- starting ---------------------------------------------------------------------------------------------------
@@ -283,12 +285,18 @@ class Orchestrator(RecordedRun):
 
         self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
         self.rewards: WorkerHandle = await spawn_rewards(self.backend, config)
-        self.policy = PolicyClient(self.workers, spawn, self._note, config.runtime.max_worker_restarts)
+        self.policy = RolloutPool(
+            self.workers,
+            prepared.max_model_len,
+            spawn=spawn,
+            note=self._note,
+            max_restarts=config.runtime.max_worker_restarts,
+        )
+        self.collector = Collector.of(config, prepared, self.policy, self.rewards)
         self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
             self.version = self.point.state["policy_version"]
-        self.source = SingleTurn(prepared.tokenizer, prepared.encoder, sampling_params(config))
         places = colocated_places(config)
         self.colocation = Colocation(
             config, self.actor, self.workers, places, self.sync, note=self._note, timed=self._timed
@@ -300,7 +308,7 @@ class Orchestrator(RecordedRun):
         if self.point is not None:
             await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
         await self._first_sync()
-        await self.policy.meet()
+        await self.policy.introduce()
         return facts
 
     async def _first_sync(self) -> None:
@@ -315,23 +323,21 @@ class Orchestrator(RecordedRun):
         for worker in self.workers:
             await worker.call("update_weights", ref)
 
-    def _make_stream(self) -> None:
+    def _make_scheduler(self) -> None:
         """What to attempt next: from the beginning, or where the checkpoint says."""
         config, tasks = self.config, self.prepared.tasks
         training = config.training
         order = TaskOrder(len(tasks), training.batch_size, seed=training.seed, shuffle=config.data.shuffle)
         self.order = order
-        self.producer = Producer(
-            config, tasks, self.source, self.policy, self.rewards, self.actor, order, self.total_steps
-        )
+        self.producer = Producer(config, tasks, self.collector, self.actor, self.total_steps)
         resamples = config.algorithm.zero_variance_groups == "resample"
-        self.stream = Stream(
+        self.scheduler = make_scheduler(
             order,
             config.overlap,
             self.producer.produce,
             total_steps=self.total_steps,
             step=self.step,
-            teaches=(lambda group: bool(teaching_groups([group], config))) if resamples else (lambda group: True),
+            has_signal=(lambda group: bool(teaching_groups([group], config))) if resamples else (lambda group: True),
             max_resamples=config.algorithm.max_resamples if resamples else 0,
         )
         if self.point is None:
@@ -340,17 +346,14 @@ class Orchestrator(RecordedRun):
         kept = {name: value for name, value in self.point.state["order"].items() if name not in allowed}
         order.load_state_dict(mine | kept)
         set_random_state(self.point.state["random"])
-        self.stream.load_state_dict(self.point.checkpoint.in_flight, tasks)
+        self.scheduler.load_state_dict(self.point.checkpoint.in_flight, tasks)
         self.gap_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
 
     # --- small things -----------------------------------------------------------------------------------------------
 
-    def _trainer_state(self, epoch: float | None) -> TrainerState:
-        return TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=epoch)
-
     def _generates(self) -> bool:
         """Whether anything is being sampled, rather than scored."""
-        return any(ticket.stage == "generating" for ticket in self.stream.tickets)
+        return self.scheduler.generating()
 
     def _just_synced(self) -> bool:
         return self.step % self.config.runtime.sync_weights_every == 0

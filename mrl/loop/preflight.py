@@ -19,6 +19,7 @@ from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
 from mrl.models import context_length, load_config, load_tokenizer
+from mrl.rollouts import ROLLOUT_SOURCES, check_source
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.sandbox import SANDBOXES
 from mrl.sync import SYNC_METHODS
@@ -45,6 +46,8 @@ class Prepared:
     max_model_len: int
     notices: list[str]
     counts: Counts
+    independent_rewards: bool
+    """Whether every reward looks at each rollout by itself."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Counts:
 def prepare(config: OrchestratorConfig) -> Prepared:
     """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
     check_names(config)
+    _let_source_score(config)
     if config.generation.temperature == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
     if config.runtime.weight_sync_method == "direct" and config.runtime.sync_weights_every > 1:
@@ -81,13 +85,20 @@ def prepare(config: OrchestratorConfig) -> Prepared:
         if part:
             check_rewards(rewards, part)
     counts = Counts(of(len(tasks), all_tasks), of(len(eval_tasks), all_eval_tasks))
-    prepared = _with_model(config, tasks, eval_tasks, counts)
+    prepared = _with_model(config, tasks, eval_tasks, counts, rewards)
     if colocated:
         _, actor = engine_gpus(config)
         assert actor is not None
         gpu_notices = [gpu_shares(config, actor, prepared.max_model_len).sentence(actor)]
     prepared.notices += gpu_notices + notices
     return prepared
+
+
+def _let_source_score(config: OrchestratorConfig) -> None:
+    """A source whose rollouts arrive with their reward needs no reward function."""
+    source = ROLLOUT_SOURCES.get(config.rollout.rollout_source)
+    if config.reward.reward_funcs is None and getattr(source, "scores", False):
+        config.reward.reward_funcs = "own"
 
 
 def _check_shared_weights(config: OrchestratorConfig) -> None:
@@ -131,13 +142,14 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
 def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
     """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
     check_names(config)
+    _let_source_score(config)
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
     check_rewards(rewards, tasks)
     if by is not None:
         check_columns(tasks, [by], "by: breaking the results down")
-    return _with_model(config, tasks, [], Counts(of(len(tasks), all_tasks), "0"))
+    return _with_model(config, tasks, [], Counts(of(len(tasks), all_tasks), "0"), rewards)
 
 
 def check_engine(config: OrchestratorConfig) -> None:
@@ -263,18 +275,22 @@ def check_disk(folder: Path, parameters: int, copies: int) -> None:
         )
 
 
-def _with_model(config: OrchestratorConfig, tasks: list[Task], eval_tasks: list[Task], counts: Counts) -> Prepared:
+def _with_model(
+    config: OrchestratorConfig, tasks: list[Task], eval_tasks: list[Task], counts: Counts, rewards: RewardWorker
+) -> Prepared:
     model_config = load_config(config.model)
     tokenizer = load_tokenizer(config.model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
     max_model_len = context_length(model_config, config.model.max_model_len)
     for part in (tasks, eval_tasks):
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
-    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, _notices(config, max_model_len), counts)
+    independent = all(getattr(reward, "independent", False) for reward in rewards.rewards)
+    notices = _notices(config, max_model_len)
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, independent)
 
 
 def check_names(config: OrchestratorConfig) -> None:
-    """Raise ConfigError for a backend, engine, sync method, sandbox or tracker there is not."""
+    """Raise ConfigError for a backend, engine, sync method, sandbox, rollout source or tracker there is not."""
     runtime = config.runtime
     for registry, name in (
         (BACKENDS, runtime.backend),
@@ -283,6 +299,7 @@ def check_names(config: OrchestratorConfig) -> None:
         (SANDBOXES, config.reward.sandbox),
     ):
         registry.get(name)
+    check_source(config.rollout.rollout_source, config.rollout.rollout_options)
     check_trackers(config.run.report_to)
 
 

@@ -1,116 +1,92 @@
 """Experience ahead of time: which tasks are begun when, and which groups a step gets.
 
-Tasks are drawn in batches, one for each step, and handed out as tickets: a whole batch, or single tasks where a step
-takes those that end first. The tickets of step n may begin as soon as step n - 1 - `ahead` was trained, so that `ahead`
-= 0 is the synchronous loop and nothing else differs between the modes. All times and orders that are left to chance are
-here: with whole batches there are none, and a run is the same every time.
+Tasks are drawn in batches, one for each step, and attempted ahead of training: those of step n may begin as soon as
+step n - 1 - `ahead` was trained, so that `ahead` = 0 is the synchronous loop and nothing else differs between the
+modes. There are two ways to hand them out (mrl/loop/schedule_modes.py). `WholeBatches`: a step gets the batch that was
+drawn for it. `SingleTasks`: a step takes the groups that end first, whichever step their tasks were drawn for.
+
+What becomes of a TaskBatch, which is a step's whole batch or one of its tasks:
+
+               begin            sampled            scored          take
+    waiting ─────────▶ generating ─────▶ generated ─────▶ done ─────────▶ its step trains on it
+       ▲                   │                 │             │
+       └───────────────────┴─────────────────┴─────────────┤ not needed by its step, or too old: begun once more
+                                                           └ too old, with `queue`: dropped, another task is drawn
+    generating or generated ─▶ failed: what went wrong is raised when its step comes
+
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where groups without a signal are resampled, further tasks are
+drawn in their place as they are found out. What is drawn depends on rewards alone, which depend on the seed alone, and
+every draw moves the data cursor that checkpoints hold.
+
+All times and orders that are left to chance are here: with whole batches there are none, and a run is the same every
+time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from mrl.config.overlap import OverlapConfig
 from mrl.data import TaskOrder
 from mrl.errors import ConfigError
-from mrl.store.read import DROPPED, UNUSED
-from mrl.store.rows import jsonable
-from mrl.types import Group, Rollout, Sample, Task
-
-_STORED = ("step", "number", "indices", "epoch", "again", "version", "ended")
-"""Of every ticket in a checkpoint."""
-
-Stage = Literal["waiting", "generating", "generated", "done", "failed"]
-
-
-@dataclass(eq=False)
-class Ticket:
-    """Tasks that are attempted together, and what came of it."""
-
-    step: int
-    """The step they were drawn for; seeds derive from it."""
-    number: int
-    """Its place among all tickets."""
-    indices: list[int]
-    """Of the tasks."""
-    epoch: float
-    again: int = 0
-    """Above 0: drawn in the place of a group that was dropped, or once more for the same step; part of its seed."""
-    groups: list[Group] = field(default_factory=list)
-    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """What reward functions logged, with the number of rollouts."""
-    resamples: int = 0
-    """Rounds of further tasks that were attempted in the place of groups that teach nothing."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    stage: Stage = "waiting"
-    ended: int = 0
-    """Its place among those that are done, in the order in which they became it."""
-    version: int = 0
-    """The policy's when it was begun."""
-    work: asyncio.Task[None] | None = None
-
-    def oldest(self) -> int:
-        """The earliest policy version that sampled one of its tokens."""
-        return min((version for group in self.groups for version in versions(group)), default=self.version)
+from mrl.loop.task_batch import TaskBatch
+from mrl.types import Group, Task
 
 
 @dataclass
 class Taken:
     """What a step gets."""
 
-    tickets: list[Ticket]
+    batches: list[TaskBatch]
+    seconds: dict[str, float]
+    """What they took, by kind of work."""
     dropped: list[Group]
     """Since the last step: what was generated and no step trains on; its rollouts say why."""
     counts: dict[str, int]
     """Since the last step: groups that were `dropped` for their age, that were generated and `unused` because the step
-    had enough, and that were `stopped` before that. The latter two are begun anew."""
+    had enough, and that were `stopped` before that. The latter two are begun once more."""
+    resamples: int
+    """How often further tasks were drawn in the place of groups without a signal."""
 
     @property
     def groups(self) -> list[Group]:
-        return [group for ticket in self.tickets for group in ticket.groups]
+        return [group for batch in self.batches for group in batch.groups]
 
     @property
     def logged(self) -> list[tuple[int, dict[str, float]]]:
-        return [part for ticket in self.tickets for part in ticket.logged]
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Of the ticket that took longest, by kind of work."""
-        names = dict.fromkeys(name for ticket in self.tickets for name in ticket.seconds)
-        return {name: max(ticket.seconds.get(name, 0.0) for ticket in self.tickets) for name in names}
+        return [part for batch in self.batches for part in batch.logged]
 
 
-class Stream:
-    """Begins tickets ahead of time and hands out the groups of each step.
+class Scheduler(ABC):
+    """Begins batches ahead of time and hands out the groups of each step.
 
-    produce: attempts a ticket's tasks and scores them; calls `generated` when nothing is being sampled for it any more.
-    teaches: whether a group counts for a step (dynamic sampling replaces those that do not, at most `max_resamples`
-    times `batch_size` of them in a step, where tasks are attempted one by one; otherwise `produce` does).
+    produce: attempts a batch's tasks and scores them; calls `generated` when nothing is being sampled for it any more.
+    has_signal: whether a group counts for a step; those that do not are resampled, in at most `max_resamples` rounds a
+    step.
     """
 
     def __init__(
         self,
         order: TaskOrder,
         overlap: OverlapConfig,
-        produce: Callable[[Ticket, Callable[[], None]], Awaitable[None]],
+        produce: Callable[[TaskBatch, Callable[[], None]], Awaitable[None]],
         *,
         total_steps: int,
         step: int = 0,
-        teaches: Callable[[Group], bool] = lambda group: True,
+        has_signal: Callable[[Group], bool] = lambda group: True,
         max_resamples: int = 0,
     ) -> None:
         self.order, self.overlap, self.produce = order, overlap, produce
-        self.total_steps, self.teaches, self.max_resamples = total_steps, teaches, max_resamples
-        self.surplus = math.ceil(order.batch_size * (overlap.over_sampling - 1))
+        self.total_steps, self.has_signal, self.max_resamples = total_steps, has_signal, max_resamples
         self.drawn = self.trained = step
         self.numbers = 0
         self.sizes: dict[int, int] = {}
         """Tasks drawn for each step to come."""
-        self.tickets: list[Ticket] = []
+        self.batches: list[TaskBatch] = []
         """Drawn and not handed out yet, in order."""
         self.dropped: list[Group] = []
         self.counts = _no_counts()
@@ -123,94 +99,56 @@ class Stream:
         """Step `trained` is behind us and the samplers serve `version`: begin what may begin now."""
         self.trained = trained
         self._give_up_stale(version)
-        limit = min(trained + 1 + self.overlap.ahead, self.total_steps)
-        self._draw_up_to(limit)
-        early = sum(ticket.step > limit for ticket in self.tickets if ticket.stage != "waiting")
-        if self.surplus:
-            self._draw_up_to(limit + 1)
-        for ticket in [ticket for ticket in self.tickets if ticket.stage == "waiting"]:
-            if ticket.step > limit:
-                if early >= self.surplus:
-                    continue  # a task drawn again for an earlier step may come after it
-                early += 1
-            ticket.version, ticket.stage = version, "generating"
-            ticket.work = asyncio.create_task(self._work(ticket))
+        self._draw_up_to(self._limit())
+        for batch in self._may_begin():
+            batch.version, batch.stage = version, "generating"
+            batch.work = asyncio.create_task(self._work(batch))
 
     async def take(self, step: int, version: int) -> Taken:
         """The groups of a step that an actor of this version is about to train on, in the order they were drawn.
 
         Raises what `produce` raised. Cancelled, it takes nothing.
         """
-        taken: list[Ticket] = []
+        taken: list[TaskBatch] = []
         try:
-            return await self._take(step, version, taken)
+            resamples = await self._take(step, version, taken)
         except asyncio.CancelledError:
-            self.tickets = sorted([*self.tickets, *taken], key=lambda ticket: ticket.number)
+            self.batches = sorted([*self.batches, *taken], key=lambda batch: batch.number)
             raise
-
-    async def _take(self, step: int, version: int, taken: list[Ticket]) -> Taken:
-        target, unhelpful = self.sizes[step] if self.overlap.by_group else 1, 0
-        while True:
-            self._raise_errors(step)
-            self._give_up_stale(version)
-            for ticket in self._done(step):
-                if sum(map(self._counts, taken)) >= target:
-                    break
-                self.tickets.remove(ticket)
-                taken.append(ticket)
-                if not self._counts(ticket):
-                    unhelpful += 1
-                    if unhelpful <= self.max_resamples * self.sizes[step]:
-                        self._draw_again(step)
-                    else:
-                        target -= 1
-            if sum(map(self._counts, taken)) >= target:
-                break
-            self.advance(self.trained, version)
-            assert any(ticket.stage != "waiting" for ticket in self.tickets), "a step waits for what nobody attempts"
-            self.news.clear()
-            await self.news.wait()
         self.sizes.pop(step, None)
-        if self.overlap.async_mode == "off":  # nothing is generated while the actor trains
-            self._stop_the_rest()
-        result = Taken(sorted(taken, key=lambda ticket: ticket.number), self.dropped, self.counts)
+        self._after_taking()
+        taken.sort(key=lambda batch: batch.number)
+        result = Taken(taken, self._seconds(taken), self.dropped, self.counts, resamples)
         self.dropped, self.counts = [], _no_counts()
         return result
 
-    async def quiet(self) -> None:
+    async def drain(self) -> None:
         """Return when nothing is being sampled, so that the weights can change between completions. Never raises: what
-        has failed is raised when its step comes.
+        has failed is raised when its step comes."""
+        while self.generating() and not self._stopped_the_rest():
+            await self._next_news()
 
-        With a surplus, what is not needed for the next step is stopped as soon as the rest has ended.
-        """
-        needed = self.sizes.get(self.trained + 2, 0) if self.surplus else None
-        while any(ticket.stage == "generating" for ticket in self.tickets):
-            ended = sum(ticket.stage in ("generated", "done") for ticket in self.tickets)
-            if needed is not None and ended >= needed:
-                self._stop_the_rest()
-                return
-            self.news.clear()
-            await self.news.wait()
-
-    async def settle(self) -> None:
+    @abstractmethod
+    async def finish_begun(self) -> None:
         """Wait for what is under way, where a checkpoint has to hold it so that a resumed run is the same run.
 
         What fails is raised when its step comes."""
-        if not self.overlap.by_group:
-            works = [ticket.work for ticket in self.tickets if ticket.work is not None]
-            await asyncio.gather(*works, return_exceptions=True)
+
+    def generating(self) -> bool:
+        """Whether anything is being sampled, rather than scored."""
+        return any(batch.stage == "generating" for batch in self.batches)
 
     def in_flight(self) -> int:
         """Groups that were begun and that no step has taken."""
-        return sum(len(ticket.indices) for ticket in self.tickets if ticket.stage != "waiting")
+        return sum(len(batch.indices) for batch in self.batches if batch.stage != "waiting")
 
     def unused(self) -> list[Group]:
         """What was generated and not handed out."""
-        return [group for ticket in self.tickets for group in ticket.groups] + self.dropped
+        return [group for batch in self.batches for group in batch.groups] + self.dropped
 
     async def close(self) -> None:
         """Give up what is under way."""
-        works = [ticket.work for ticket in self.tickets if ticket.work is not None]
+        works = [batch.work for batch in self.batches if batch.work is not None]
         for work in works:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
@@ -218,19 +156,13 @@ class Stream:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: every ticket that was drawn, with its groups where it is done. Others are begun anew."""
+        """Plain data: every batch that was drawn, with its groups where it is done. Others are begun once more."""
         return {
             "drawn": self.drawn,
             "numbers": self.numbers,
             "draws_again": self.draws_again,
             "sizes": {str(step): size for step, size in self.sizes.items()},
-            "tickets": [
-                {
-                    **{name: getattr(t, name) for name in _STORED},
-                    **(_outcome(t) if t.stage == "done" else {}),
-                }
-                for t in self.tickets
-            ],
+            "batches": [batch.state_dict() for batch in self.batches],
         }
 
     def load_state_dict(self, state: dict[str, Any], tasks: list[Task]) -> None:
@@ -239,25 +171,145 @@ class Stream:
         self.drawn, self.numbers, self.draws_again = state["drawn"], state["numbers"], state["draws_again"]
         self.sizes = {int(step): size for step, size in state["sizes"].items()}
         by_id = {task.id: task for task in tasks}
-        for stored in state["tickets"]:
+        for stored in state["batches"]:
             self._check_stored(stored, len(tasks), by_id)
-            stored = dict(stored)
-            groups = stored.pop("groups", None)
-            stored["logged"] = [(count, metrics) for count, metrics in stored.get("logged", [])]
-            ticket = Ticket(**stored)
-            if groups is not None:
-                ticket.stage = "done"
-                ticket.groups = [
-                    Group(by_id[group["task"]], list(map(_rollout, group["rollouts"]))) for group in groups
-                ]
-            self.tickets.append(ticket)
-        self.endings = max((ticket.ended for ticket in self.tickets), default=0)
+            self.batches.append(TaskBatch.from_state(stored, by_id))
+        self.endings = max((batch.ended for batch in self.batches), default=0)
+
+    # --- what the ways differ in ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _parts(self, indices: list[int]) -> list[list[int]]:
+        """A step's tasks as they are attempted: together, or each by itself."""
+
+    @abstractmethod
+    def _could_have_begun(self, stored: dict[str, Any]) -> bool:
+        """Whether a stored batch is one of this way's."""
+
+    @abstractmethod
+    def _may_begin(self) -> list[TaskBatch]:
+        """Waiting batches whose time has come."""
+
+    @abstractmethod
+    def _ready(self, step: int) -> list[TaskBatch]:
+        """What a step may take, in the order in which it takes it."""
+
+    @abstractmethod
+    def _enough(self, step: int, taken: list[TaskBatch]) -> bool:
+        """Whether the step has what it needs."""
+
+    @abstractmethod
+    def _missing(self, step: int, taken: list[TaskBatch]) -> int:
+        """Tasks to draw in the place of groups without a signal, now that the last of `taken` was found out."""
+
+    @abstractmethod
+    def _raises(self, batch: TaskBatch, step: int) -> bool:
+        """Whether an error in this batch is raised at this step."""
+
+    def _give_up_stale(self, version: int) -> None:  # noqa: B027 - most ways have nothing to do
+        """Give up what will be too old for every step to come."""
+
+    def _after_taking(self) -> None:  # noqa: B027
+        """A step has its groups."""
+
+    def _stopped_the_rest(self) -> bool:
+        """Whether what is still being sampled is not needed for the next step and was stopped."""
+        return False
+
+    @abstractmethod
+    def _seconds(self, taken: list[TaskBatch]) -> dict[str, float]:
+        """What they took together."""
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
+    async def _take(self, step: int, version: int, taken: list[TaskBatch]) -> int:
+        resamples = 0
+        while True:
+            self._raise_errors(step)
+            self._give_up_stale(version)
+            for batch in self._ready(step):
+                if self._enough(step, taken):
+                    break
+                self.batches.remove(batch)
+                taken.append(batch)
+                if missing := self._missing(step, taken):
+                    self._draw_again(step, missing, taken)
+                    resamples += 1
+            if self._enough(step, taken):
+                return resamples
+            self.advance(self.trained, version)
+            assert any(batch.stage != "waiting" for batch in self.batches), "a step waits for what nobody attempts"
+            await self._next_news()
+
+    async def _next_news(self) -> None:
+        self.news.clear()
+        await self.news.wait()
+
+    async def _work(self, batch: TaskBatch) -> None:
+        def generated() -> None:
+            batch.stage = "generated"
+            self.news.set()
+
+        try:
+            await self.produce(batch, generated)
+            self.endings += 1
+            batch.stage, batch.ended = "done", self.endings
+        except Exception:
+            batch.stage = "failed"  # nobody waits for it any more; its step raises the error
+            raise
+        finally:
+            self.news.set()
+
+    def _raise_errors(self, step: int) -> None:
+        for batch in self.batches:
+            done = batch.work is not None and batch.work.done() and not batch.work.cancelled()
+            if done and self._raises(batch, step):
+                assert batch.work is not None
+                error = batch.work.exception()
+                if error is not None:
+                    raise error
+
+    def _limit(self) -> int:
+        """The last step whose tasks may begin."""
+        return min(self.trained + 1 + self.overlap.ahead, self.total_steps)
+
+    def _waiting(self) -> list[TaskBatch]:
+        return [batch for batch in self.batches if batch.stage == "waiting"]
+
+    def _with_signal(self, batches: list[TaskBatch]) -> int:
+        return sum(self.has_signal(group) for batch in batches for group in batch.groups)
+
+    def _draw_up_to(self, step: int) -> None:
+        while self.drawn < min(step, self.total_steps):
+            self.drawn += 1
+            epoch = self._epoch()
+            indices = self.order.next_batch()
+            self.sizes[self.drawn] = len(indices)
+            seen: set[int] = set()
+            for part in self._parts(indices):
+                # In a dataset smaller than a batch a task comes twice: a batch of its own, with a seed of its own.
+                repeated = not seen.isdisjoint(part)
+                self.draws_again += repeated
+                self._add(TaskBatch(self.drawn, 0, part, epoch, again=self.draws_again if repeated else 0))
+                seen.update(part)
+
+    def _draw_again(self, step: int, count: int, taken: list[TaskBatch]) -> None:
+        """Further tasks for a step."""
+        self.draws_again += 1
+        epoch = self._epoch()
+        has = {index for batch in [*self.batches, *taken] if batch.step == step for index in batch.indices}
+        self._add(TaskBatch(step, 0, self.order.next_batch(count, avoid=has), epoch, again=self.draws_again))
+
+    def _epoch(self) -> float:
+        return self.order.epoch + self.order.position / self.order.num_tasks
+
+    def _add(self, batch: TaskBatch) -> None:
+        self.numbers += 1
+        batch.number = self.numbers
+        self.batches.append(batch)
+
     def _check_stored(self, stored: dict[str, Any], tasks: int, known: dict[str, Task]) -> None:
-        of_step = self.sizes.get(stored["step"])
-        if len(stored["indices"]) > 1 if self.overlap.by_group else len(stored["indices"]) != of_step:
+        if not self._could_have_begun(stored):
             raise ConfigError(
                 "cannot resume: the checkpoint holds groups in flight, which with these options (async_mode, "
                 "max_staleness, over_sampling) are begun otherwise than they were; resume with the options as they were"
@@ -268,144 +320,6 @@ class Stream:
                 "it, or start a new run"
             )
 
-    async def _work(self, ticket: Ticket) -> None:
-        def generated() -> None:
-            ticket.stage = "generated"
-            self.news.set()
-
-        try:
-            await self.produce(ticket, generated)
-            self.endings += 1
-            ticket.stage, ticket.ended = "done", self.endings
-        except Exception:
-            ticket.stage = "failed"  # nobody waits for it any more; its step raises the error
-            raise
-        finally:
-            self.news.set()
-
-    def _raise_errors(self, step: int) -> None:
-        """With whole batches, only those of `step`: what one before it has learned is not lost."""
-        for ticket in self.tickets:
-            if not self.overlap.by_group and ticket.step != step:
-                continue
-            if ticket.work is not None and ticket.work.done() and not ticket.work.cancelled():
-                error = ticket.work.exception()
-                if error is not None:
-                    raise error
-
-    def _done(self, step: int) -> list[Ticket]:
-        """What a step may take, in the order in which it takes it: the oldest first, before they are too old."""
-        if not self.overlap.by_group:
-            return [ticket for ticket in self.tickets if ticket.stage == "done" and ticket.step == step]
-        return sorted((t for t in self.tickets if t.stage == "done"), key=lambda t: (t.version, t.ended))
-
-    def _counts(self, ticket: Ticket) -> bool:
-        return not self.overlap.by_group or any(self.teaches(group) for group in ticket.groups)
-
-    def _draw_up_to(self, step: int) -> None:
-        while self.drawn < min(step, self.total_steps):
-            self.drawn += 1
-            epoch = self.order.epoch + self.order.position / self.order.num_tasks
-            indices = self.order.next_batch()
-            self.sizes[self.drawn] = len(indices)
-            if not self.overlap.by_group:
-                self._add(Ticket(self.drawn, 0, indices, epoch))
-                continue
-            for place, index in enumerate(indices):
-                # In a dataset smaller than a batch a task comes twice: a ticket of its own, with a seed of its own.
-                repeated = index in indices[:place]
-                self.draws_again += repeated
-                self._add(Ticket(self.drawn, 0, [index], epoch, again=self.draws_again if repeated else 0))
-
-    def _draw_again(self, step: int) -> None:
-        """One more task for a step."""
-        self.draws_again += 1
-        epoch = self.order.epoch + self.order.position / self.order.num_tasks
-        has = {index for ticket in self.tickets if ticket.step == step for index in ticket.indices}
-        self._add(Ticket(step, 0, self.order.next_batch(1, avoid=has), epoch, again=self.draws_again))
-
-    def _add(self, ticket: Ticket) -> None:
-        self.numbers += 1
-        ticket.number = self.numbers
-        self.tickets.append(ticket)
-
-    def _give_up_stale(self, version: int) -> None:
-        """What no step to come may train on is begun anew, or with `queue` dropped for another task: it would only take
-        too long again."""
-        if not self.overlap.by_group or self.overlap.stale_rollouts == "correct":
-            return
-        for ticket in [t for t in self.tickets if t.stage not in ("waiting", "failed")]:
-            behind = version - (ticket.oldest() if ticket.stage == "done" else ticket.version)
-            if behind <= self.overlap.ahead:
-                continue
-            if self.overlap.async_mode != "queue":
-                self._begin_anew(ticket)
-                continue
-            self.tickets.remove(ticket)
-            if ticket.work is not None:
-                ticket.work.cancel()
-            self.counts["dropped"] += 1
-            bound = f"max_staleness: {self.overlap.ahead}"
-            self._leave_out(ticket, f"{DROPPED}sampled by weights {behind} versions old ({bound})")
-            self._draw_again(ticket.step)
-
-    def _stop_the_rest(self) -> None:
-        for ticket in [ticket for ticket in self.tickets if ticket.stage == "generating"]:
-            self._begin_anew(ticket)
-
-    def _begin_anew(self, ticket: Ticket) -> None:
-        """Give up what is under way, or has ended too late; the same tasks wait again."""
-        if ticket.work is not None:
-            ticket.work.cancel()
-        again = Ticket(ticket.step, ticket.number, ticket.indices, ticket.epoch, ticket.again)
-        self.tickets[self.tickets.index(ticket)] = again
-        self.counts["unused" if ticket.groups else "stopped"] += len(ticket.indices)
-        self._leave_out(ticket, f"{UNUSED}it ended when its step had enough groups (over_sampling) and is begun anew")
-
-    def _leave_out(self, ticket: Ticket, why: str) -> None:
-        """Keep what was generated for the record; no step trains on it."""
-        for rollout in (rollout for group in ticket.groups for rollout in group.rollouts):
-            rollout.fail(why)
-        self.dropped += ticket.groups
-
-
-def versions(group: Group) -> list[int]:
-    """Of the policy that sampled each token (or, where it did not change, each sample)."""
-    found: list[int] = []
-    for sample in (sample for rollout in group.rollouts for sample in rollout.samples):
-        found += [sample.policy_version] if isinstance(sample.policy_version, int) else sample.policy_version
-    return found
-
-
-def staleness(groups: list[Group], version: int) -> dict[str, float]:
-    """Versions between what sampled the tokens and the actor that trains on them: mean over tokens, and the most."""
-    behind: list[tuple[int, int]] = []
-    for sample in (s for group in groups for rollout in group.rollouts for s in rollout.samples):
-        if isinstance(sample.policy_version, int):
-            behind.append((version - sample.policy_version, len(sample.completion_ids)))
-        else:
-            behind += [(version - v, 1) for v in sample.policy_version]
-    tokens = sum(count for _, count in behind)
-    if not tokens:
-        return {}
-    return {
-        "rollout/staleness_mean": sum(lag * count for lag, count in behind) / tokens,
-        "rollout/staleness_max": float(max(lag for lag, _ in behind)),
-    }
-
 
 def _no_counts() -> dict[str, int]:
     return {"dropped": 0, "unused": 0, "stopped": 0}
-
-
-def _outcome(ticket: Ticket) -> dict[str, Any]:
-    return {
-        "logged": ticket.logged,
-        "resamples": ticket.resamples,
-        "seconds": ticket.seconds,
-        "groups": [{"task": g.task.id, "rollouts": [jsonable(asdict(r)) for r in g.rollouts]} for g in ticket.groups],
-    }
-
-
-def _rollout(stored: dict[str, Any]) -> Rollout:
-    return Rollout(**(stored | {"samples": [Sample(**sample) for sample in stored["samples"]]}))

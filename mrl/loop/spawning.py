@@ -70,7 +70,7 @@ def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = Fals
     if options:
         options["sync_timeout"] = config.runtime.sync_timeout
     elif config.runtime.engine == "transformers" and config.overlap.by_group:
-        options["continuous"] = True
+        options["endless"] = True
     if config.runtime.engine == "vllm":
         options["seed"] = derive_seed(config.training.seed, "engine", index) % 2**31
     if alone and options.get("repeatable_sampling", False) is None:

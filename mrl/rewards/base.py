@@ -67,7 +67,8 @@ class Reward(Protocol):
 
     Optional attributes: `check_columns(columns)`, which raises RewardError when a dataset will not do; `bounded = True`
     when `score` ends by itself, so that `reward_timeout` is not applied to it; `logged`, the names of the metrics it
-    may log (None, or not there: any).
+    may log (None, or not there: any); `independent = True` when it looks at each rollout by itself, so that groups may
+    be scored as they end.
     """
 
     name: str

@@ -60,6 +60,7 @@ class CodeReward:
 
     partial = False
     bounded = True  # by each program's limits
+    independent = True
     logged = tuple(f"sandbox/{status}" for status in get_args(Status))
 
     def __init__(self, sandbox: Sandbox | None = None, limits: Limits | None = None, name: str = "sandbox") -> None:

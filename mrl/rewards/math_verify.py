@@ -28,6 +28,7 @@ class MathVerifyReward:
 
     name = "math_verify"
     bounded = True  # by the pool
+    independent = True
     logged = ()
 
     def __init__(self) -> None:

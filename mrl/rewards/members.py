@@ -11,6 +11,7 @@ REWARDS: Registry[Any] = Registry(
         "sandbox": "mrl.rewards.code:CodeReward",
         "sandbox_partial": "mrl.rewards.code:PartialCodeReward",
         "math_verify": "mrl.rewards.math_verify:MathVerifyReward",
+        "own": "mrl.rewards.own:OwnReward",
         "reasoning_gym": "mrl.rewards.reasoning_gym:ReasoningGymReward",
     },
 )

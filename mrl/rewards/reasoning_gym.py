@@ -27,6 +27,7 @@ class ReasoningGymReward:
 
     name = "reasoning_gym"
     bounded = True  # by the pool
+    independent = True
     logged = ()
 
     def __init__(self) -> None:

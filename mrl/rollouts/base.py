@@ -1,19 +1,79 @@
-"""What a rollout source is: tasks in, groups of unscored rollouts out."""
+"""What a rollout source is: one attempt at a task, with a policy that samples for it.
+
+A source decides what the policy is asked and what comes of it: one prompt, several turns with tools, an environment. It
+does not decide how many attempts run, when they are given up or what becomes of a failure: `mrl.rollouts.runner` does,
+the same for all of them.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from mrl.types import Group, Task
-from mrl.workers.pool import PolicyClient
+from mrl.types import Completion, GenerateRequest, Group, Rollout, SamplingParams, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mrl.rollouts.prompts import PromptEncoder
 
 
-class RolloutSource(Protocol):
-    """Implemented by one file per kind of experience in this package."""
+class PolicyClient(Protocol):
+    """The policy as sources, agents and evaluations see it: live rollout workers, a checkpoint, a server."""
 
-    async def collect(self, tasks: list[Task], policy: PolicyClient, n: int, *, seed: int) -> list[Group]:
-        """Attempt every task `n` times. Attempt k of a task derives from (seed, task id, k) alone.
+    max_model_len: int
+    """Tokens of prompt and completion together."""
 
-        A rollout that fails is returned with `status="failed"` and its error.
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion. A request that cannot be served ends with the reason "error" and says why.
+
+        Many calls may be under way. Cancelled, it takes the request back. Raises WorkerDied, EngineDied or SyncError
+        when nobody is left who samples.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class SourceSetup:
+    """What a source is made from, besides its own options (`rollout_options`)."""
+
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
+    sampling: SamplingParams
+    """The run's distribution and limits, for every request."""
+
+
+@runtime_checkable
+class RolloutSource(Protocol):
+    """Implemented by one file per kind of experience in this package.
+
+    Optional attribute: `scores = True` where its rollouts arrive with their reward, so that a run needs no reward
+    function. A rollout that has a reward is not scored again.
+    """
+
+    @classmethod
+    def create(cls, setup: SourceSetup, **options: Any) -> Self:
+        """Made once a run. Its keyword arguments are what `rollout_options` may hold. Raises ConfigError."""
+        ...
+
+    async def run(self, task: Task, attempt: int, policy: PolicyClient, seed: int) -> Rollout:
+        """One attempt. All that is random in it derives from `seed`, which is another for every attempt.
+
+        An exception makes a failed rollout of it, with the exception's text; other attempts go on. When cancelled it
+        has to end.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A source that needs all prompts of a step at once."""
+
+    @classmethod
+    def create(cls, setup: SourceSetup, **options: Any) -> Self:
+        """As a RolloutSource's."""
+        ...
+
+    async def collect(self, tasks: list[Task], policy: PolicyClient, n: int, seed: int) -> list[Group]:
+        """`n` rollouts of every task, in the tasks' order."""
         ...

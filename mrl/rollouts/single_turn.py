@@ -1,50 +1,41 @@
-"""One prompt, one completion: the plainest source of experience."""
+"""`single_turn`: one prompt, one completion. The plainest source of experience."""
 
 from __future__ import annotations
 
-from collections import Counter
-from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Self
 
-from mrl.rollouts.prompts import PromptEncoder
-from mrl.types import Completion, GenerateRequest, Group, Rollout, Sample, SamplingParams, Task, derive_seed
-from mrl.workers.pool import PolicyClient
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from mrl.rollouts.base import PolicyClient, SourceSetup
+from mrl.rollouts.runner import failed_rollout, rollout_id
+from mrl.types import Completion, GenerateRequest, Rollout, Sample, Task
 
 
 class SingleTurn:
-    """Samples `n` completions per task in one call to the policy."""
+    """One completion per attempt."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PromptEncoder, sampling: SamplingParams) -> None:
-        self.tokenizer = tokenizer
-        self.encoder = encoder
-        self.sampling = sampling
+    def __init__(self, setup: SourceSetup) -> None:
+        self.setup = setup
+        self._prompt: tuple[Task, tuple[int, ...]] | None = None
+        """The task encoded last: its attempts come one after the other."""
 
-    async def collect(self, tasks: list[Task], policy: PolicyClient, n: int, *, seed: int) -> list[Group]:
-        start = perf_counter()
-        prompts = [tuple(self.encoder.encode(task.prompt)) for task in tasks]
-        attempts = _attempts(tasks, n)
-        requests = [
-            GenerateRequest(f"{task.id}#{k}", prompt_ids, self.sampling, derive_seed(seed, task.id, k))
-            for task, prompt_ids, own in zip(tasks, prompts, attempts, strict=True)
-            for k in own
-        ]
-        completions = await policy.generate(requests)
-        seconds = perf_counter() - start
-        groups = []
-        for index, task in enumerate(tasks):
-            own = completions[index * n : (index + 1) * n]
-            numbered = zip(attempts[index], own, strict=True)
-            rollouts = [self._rollout(task, prompts[index], k, c, seconds) for k, c in numbered]
-            groups.append(Group(task, rollouts))
-        return groups
+    @classmethod
+    def create(cls, setup: SourceSetup) -> Self:
+        return cls(setup)
 
-    def _rollout(
-        self, task: Task, prompt_ids: tuple[int, ...], attempt: int, completion: Completion, seconds: float
-    ) -> Rollout:
-        text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+    async def run(self, task: Task, attempt: int, policy: PolicyClient, seed: int) -> Rollout:
+        prompt_ids = self._encode(task)
+        request = GenerateRequest(rollout_id(task, attempt), prompt_ids, self.setup.sampling, seed)
+        completion = await policy.generate(request)
+        if completion.finish_reason == "error":
+            return failed_rollout(task, attempt, completion.error or "the engine did not say why")
+        return self._rollout(task, prompt_ids, attempt, completion)
+
+    def _encode(self, task: Task) -> tuple[int, ...]:
+        if self._prompt is None or self._prompt[0] is not task:
+            self._prompt = task, tuple(self.setup.encoder.encode(task.prompt))
+        return self._prompt[1]
+
+    def _rollout(self, task: Task, prompt_ids: tuple[int, ...], attempt: int, completion: Completion) -> Rollout:
+        text = str(self.setup.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
         answer = {"role": "assistant", "content": text}
         sample = Sample(
             prompt_ids=list(prompt_ids),
@@ -58,20 +49,8 @@ class SingleTurn:
             id=completion.request_id,
             task_id=task.id,
             attempt=attempt,
-            messages=[*self.encoder.messages(task.prompt), answer],
+            messages=[*self.setup.encoder.messages(task.prompt), answer],
             samples=[sample],
             prompt=task.prompt,
             completion=text if isinstance(task.prompt, str) else [answer],
-            seconds={"generate": seconds},
         )
-
-
-def _attempts(tasks: list[Task], n: int) -> list[range]:
-    """Numbers of each task's attempts: a task that is among them once more (a dataset smaller than a batch) is not
-    attempted with the same seeds again."""
-    before: Counter[str] = Counter()
-    numbers = []
-    for task in tasks:
-        numbers.append(range(before[task.id], before[task.id] + n))
-        before[task.id] += n
-    return numbers

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config import OrchestratorConfig, OverlapConfig, ServingConfig, flat_fields
+from mrl.config import OrchestratorConfig, OverlapConfig, RolloutConfig, ServingConfig, flat_fields
 from mrl.errors import ConfigError
 from mrl.simple.trainers import TrainerSpec
 
@@ -162,6 +162,10 @@ MEANINGS: dict[str, Meaning] = {
     **{
         name: Meaning(frozenset(), advice="TRL has options of its own for vLLM: trl_args: vllm_…")
         for name in ServingConfig.model_fields
+    },
+    **{
+        name: Meaning(frozenset(), advice="TRL's trainers make their rollouts by themselves")
+        for name in RolloutConfig.model_fields
     },
     **{
         name: Meaning(frozenset(), advice="TRL's trainers generate and train in turn")

@@ -30,13 +30,18 @@ def mean_of_rounds(logged: list[tuple[int, dict[str, float]]]) -> dict[str, floa
 
 
 async def score_groups(worker: WorkerHandle, groups: list[Group], state: TrainerState) -> dict[str, float]:
-    """Fill in the rewards of every rollout that was generated. Returns what the functions logged.
+    """Fill in the rewards of every rollout that was generated and has none. Returns what the functions logged.
 
     A rollout that could not be scored is marked failed, with the function and the reason. Raises RewardError when a
     function breaks its contract.
     """
     start = perf_counter()
-    pending = [(group.task, rollout) for group in groups for rollout in group.rollouts if rollout.status == "ok"]
+    pending = [
+        (group.task, rollout)
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.status == "ok" and rollout.reward is None
+    ]
     requests = [
         RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, task.columns | r.extra) for task, r in pending
     ]

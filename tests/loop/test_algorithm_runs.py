@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.loop.dynamic_sampling import refill
 from mrl.loop.replay import replay
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
@@ -156,22 +154,6 @@ def test_the_entropy_bonus_raises_the_entropy(model: str, tmp_path: Path, reques
 
 
 # --- dynamic sampling -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("found", "rounds", "used"),
-    [([3], 5, 0), ([1, 1, 1], 5, 2), ([0, 0, 0, 0, 0, 0], 4, 4), ([2, 0, 5], 5, 2)],
-)
-def test_refilling_is_bounded_and_asks_for_what_is_missing(found: list[int], rounds: int, used: int) -> None:
-    have, asked = [found[0]], []
-
-    async def attempt(missing: int, number: int) -> None:
-        asked.append((missing, number))
-        have.append(min(found[number], missing))
-
-    assert asyncio.run(refill(lambda: sum(have), 3, rounds, attempt)) == used
-    assert [number for _, number in asked] == list(range(1, used + 1))
-    assert all(missing == 3 - sum(have[:number]) for missing, number in asked)
 
 
 def groups_of(folder: Path, step: int) -> dict[int, set[float]]:

@@ -65,7 +65,7 @@ def test_asked_beforehand_or_in_the_step_is_the_same(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_model, tmp_path / "before", length_reward)
-    monkeypatch.setattr("mrl.loop.attempts.reference_samples", lambda *_: [])
+    monkeypatch.setattr("mrl.loop.producer.reference_samples", lambda *_: [])
     train(tiny_model, tmp_path / "within", length_reward)
     before, within = (list(read_rows(tmp_path / name, "metrics"))[-1] for name in ("before", "within"))
     assert before["train/kl"] == pytest.approx(within["train/kl"], rel=1e-3)

@@ -10,8 +10,9 @@ import pytest
 from mrl.backends.inline import InlineHandle
 from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.sync.base import WeightSync
+from mrl.system.gather import all_of
 from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
-from mrl.workers.pool import PolicyClient
+from mrl.workers.pool import RolloutPool
 
 
 class Sampler:
@@ -55,8 +56,15 @@ class Publish(WeightSync):
         return WeightRef(version, path="somewhere", checksum="c", bytes=7)
 
 
-def pool(*workers: Sampler, **options: object) -> PolicyClient:
-    return PolicyClient([InlineHandle(w, f"rollout-{i}", 60) for i, w in enumerate(workers)], **options)
+async def pool(*workers: Sampler, **options: object) -> RolloutPool:
+    handles = [InlineHandle(worker, f"rollout-{i}", 60) for i, worker in enumerate(workers)]
+    client = RolloutPool(handles, 1000, **options)
+    await client.introduce()
+    return client
+
+
+async def generate(client: RolloutPool, wanted: list[GenerateRequest]) -> list[Completion]:
+    return await all_of([client.generate(request) for request in wanted])
 
 
 def requests(lengths: list[int], prompts: int = 1000) -> list[GenerateRequest]:
@@ -69,7 +77,7 @@ async def test_long_completions_do_not_hold_back_short_ones() -> None:
     workers = Sampler(2), Sampler(2)
     lengths = [400] + [20] * 39
     start = asyncio.get_running_loop().time()
-    done = await pool(*workers).generate(requests(lengths))
+    done = await generate(await pool(*workers), requests(lengths))
     seconds = asyncio.get_running_loop().time() - start
     assert [c.request_id for c in done] == [str(i) for i in range(40)]
     assert seconds < 0.4 + 0.15, "39 short ones go past the long one in the three other places"
@@ -81,22 +89,22 @@ async def test_long_completions_do_not_hold_back_short_ones() -> None:
 
 async def test_a_prompts_group_stays_together_unless_that_would_be_unfair() -> None:
     together = Sampler(64), Sampler(64)
-    await pool(*together).generate(requests([20] * 8, prompts=1))
+    await generate(await pool(*together), requests([20] * 8, prompts=1))
     assert sorted(len(w.served) for w in together) == [0, 8]
     split = Sampler(64), Sampler(64)
-    await pool(*split).generate(requests([20] * 64, prompts=1))
+    await generate(await pool(*split), requests([20] * 64, prompts=1))
     assert min(len(w.served) for w in split) >= 24
 
 
 async def test_requests_of_a_worker_that_dies_run_again_on_the_others() -> None:
     told: list[str] = []
     bad, good = Sampler(4, dies_after=3), Sampler(4)
-    done = await pool(bad, good, note=told.append).generate(requests([5] * 30))
+    done = await generate(await pool(bad, good, note=told.append), requests([5] * 30))
     assert len(done) == 30
     assert sorted([*bad.served, *good.served], key=int) == [str(i) for i in range(30)]
     assert "rollout-0 is gone" in told[0]
     with pytest.raises(EngineDied):
-        await pool(Sampler(4, dies_after=0)).generate(requests([5] * 3))
+        await generate(await pool(Sampler(4, dies_after=0)), requests([5] * 3))
 
 
 @pytest.mark.parametrize("capacity", [4, None])
@@ -110,9 +118,9 @@ async def test_a_worker_that_dies_is_replaced_and_its_requests_run_again(capacit
         return InlineHandle(spawned[-1], f"rollout-{index}", 60)
 
     bad = Sampler(capacity, dies_after=0)
-    client = pool(bad, spawn=spawn, note=told.append)
+    client = await pool(bad, spawn=spawn, note=told.append)
     await client.sync(Publish(tmp_path), None, 5)
-    both = await asyncio.gather(client.generate(requests([5] * 9)), client.generate(requests([5] * 4)))
+    both = await asyncio.gather(generate(client, requests([5] * 9)), generate(client, requests([5] * 4)))
     assert [[c.request_id for c in done] for done in both] == [[str(i) for i in range(n)] for n in (9, 4)]
     assert {c.policy_version for done in both for c in done} == {5}
     assert [len(spawned), len(told), client.restarts] == [1, 1, 1]
@@ -123,16 +131,16 @@ async def test_workers_that_keep_dying_end_the_run(tmp_path: Path) -> None:
     async def spawn(index: int) -> InlineHandle:
         return InlineHandle(Sampler(4, dies_after=0), f"rollout-{index}", 60)
 
-    client = pool(Sampler(4, dies_after=0), spawn=spawn, max_restarts=3)
+    client = await pool(Sampler(4, dies_after=0), spawn=spawn, max_restarts=3)
     await client.sync(Publish(tmp_path), None, 1)
     with pytest.raises(EngineError, match=r"the 4th of this run \(max_worker_restarts: 3\): gone"):
-        await client.generate(requests([5] * 3))
+        await generate(client, requests([5] * 3))
 
 
 async def test_calls_at_the_same_time_share_the_workers_room() -> None:
     workers = Sampler(2), Sampler(2)
-    client = pool(*workers)
-    done = await asyncio.gather(*(client.generate(requests([5] * 5)) for _ in range(4)))
+    client = await pool(*workers)
+    done = await asyncio.gather(*(generate(client, requests([5] * 5)) for _ in range(4)))
     assert [len(d) for d in done] == [5] * 4
     assert [w.most_at_once for w in workers] == [2, 2]
     assert client.load == [0, 0]
@@ -140,20 +148,51 @@ async def test_calls_at_the_same_time_share_the_workers_room() -> None:
 
 async def test_a_call_that_is_given_up_frees_its_places() -> None:
     worker = Sampler(2)
-    client = pool(worker)
-    task = asyncio.create_task(client.generate(requests([400] * 5)))
+    client = await pool(worker)
+    task = asyncio.create_task(generate(client, requests([400] * 5)))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert client.load == [0]
-    assert len(await client.generate(requests([5] * 3))) == 3
+    assert len(await generate(client, requests([5] * 3))) == 3
 
 
-async def test_batch_workers_get_fixed_shares() -> None:
-    workers = Sampler(None), Sampler(None)
-    await pool(*workers).generate(requests([5] * 8, prompts=4))
-    assert [w.served for w in workers] == [["0", "4", "2", "6"], ["1", "5", "3", "7"]]
+async def test_workers_that_take_any_number_get_all_at_once_and_the_same_ones_every_time() -> None:
+    for _ in range(3):
+        workers = Sampler(None), Sampler(None)
+        await generate(await pool(*workers), requests([5] * 16, prompts=4))
+        assert [w.most_at_once for w in workers] == [8, 8]
+        assert [{int(i) % 4 for i in w.served} for w in workers] == [{0, 2}, {1, 3}], "equal prompts together"
+
+
+async def test_a_session_stays_with_the_worker_that_has_its_prefix() -> None:
+    workers = Sampler(64), Sampler(64)
+    client = await pool(*workers)
+
+    async def conversation(number: int) -> None:
+        for turn in range(5):
+            prompt = (*range(turn + 1), number)
+            await client.generate(GenerateRequest(f"{number}", prompt, SamplingParams(max_tokens=2), 0, f"s{number}"))
+            await asyncio.sleep(0.001 * (number % 3))
+
+    await asyncio.gather(*(conversation(number) for number in range(6)))
+    assert not set(workers[0].served) & set(workers[1].served)
+    assert workers[0].served
+    assert workers[1].served
+
+
+async def test_a_request_that_an_engine_cannot_serve_takes_no_other_with_it() -> None:
+    class Picky(Sampler):
+        async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+            if requests[0].id == "3":
+                raise EngineError("no")
+            return await super().generate(requests)
+
+    done = await generate(await pool(Picky(4)), requests([5] * 6))
+    assert [(c.finish_reason, c.error) for c in done] == [
+        ("error", "no") if i == 3 else ("stop", None) for i in range(6)
+    ]
 
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs", "forgets", "holds others"])
@@ -166,7 +205,7 @@ async def test_a_worker_that_cannot_update_is_replaced_by_one_that_has(fault: st
         return InlineHandle(spawned[-1], f"rollout-{index}", 60)
 
     workers = Sampler(4), Sampler(4), Sampler(4)
-    client = pool(*workers, spawn=spawn, note=told.append)
+    client = await pool(*workers, spawn=spawn, note=told.append)
     method = Publish(tmp_path, deadline=0.2)
     await client.sync(method, None, 2)
     workers[1].fault = fault
@@ -175,12 +214,12 @@ async def test_a_worker_that_cannot_update_is_replaced_by_one_that_has(fault: st
     assert report.bytes == 7
     assert told[0].startswith("rollout-1 is replaced: ")
     assert [w.version for w in (workers[0], spawned[0], workers[2])] == [3, 3, 3]
-    done = await client.generate(requests([5] * 30))
+    done = await generate(client, requests([5] * 30))
     assert {c.policy_version for c in done} == {3}
     assert not workers[1].served
     assert spawned[0].served
     with pytest.raises(SyncError, match="rollout-1: "):
-        await pool(*workers).sync(Publish(tmp_path, deadline=0.2), None, 4)
+        await (await pool(*workers)).sync(Publish(tmp_path, deadline=0.2), None, 4)
     with pytest.raises(SyncError, match="rollout-1: "):
         await Publish(tmp_path, deadline=0.2).sync(
             None, [*client.workers[:1], InlineHandle(workers[1], "rollout-1", 60)], 5

@@ -30,7 +30,6 @@ from mrl.engines.transformers.prefill import Prefilled, Prefiller, TokenIds
 from mrl.engines.transformers.sampling import RowParams, sample
 from mrl.engines.transformers.static_step import StaticStep
 from mrl.engines.transformers.stop_strings import StopStrings
-from mrl.errors import EngineError
 from mrl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -44,6 +43,12 @@ REFILL_SHARE = 0.125
 
 STEPS_PER_CHECK = {"cpu": 1, "cuda": 4, "mps": 4}
 """How often the host looks which rows ended, by device: on an accelerator, looking waits for it."""
+
+NOT_FINITE = (
+    "its logits are not finite: the policy's weights are NaN or overflow; look at the last updates (learning rate, "
+    "gradient norm, dtype) and load a good checkpoint"
+)
+"""What a request is told whose next token cannot be drawn."""
 
 FIRST_ROOM = 256
 """Tokens a cache has room for at first beyond the prompt; it grows by half when they are used up."""
@@ -74,7 +79,7 @@ def decode(
 ) -> list[Job]:
     """Give each job's call its completion as soon as it ended, those that join later too.
 
-    Returns what is left when `calls` interrupts. Raises EngineError for logits that are not finite.
+    Returns what is left when `calls` interrupts.
     """
     return _Batch(lm, jobs, calls, limits, eos_ids, stop_strings, version).run()
 
@@ -281,10 +286,7 @@ class _Batch:
     # --- rows that end ----------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Hand over the completions of rows that ended since the last time.
-
-        Raises EngineError when the logits behind a sampled token were not finite.
-        """
+        """Hand over the completions of rows that ended since the last time."""
         if int(self.done_B.sum()) == len(self.rows) - self.running:
             return
         slots = [slot for slot, done in enumerate(self.done_B.tolist()) if done and self.rows[slot] is not None]
@@ -296,14 +298,12 @@ class _Batch:
             row, end = self.rows[slot], lengths[n]
             assert row is not None
             request = row.job.request
-            if bad[n]:
-                raise EngineError(
-                    f"logits for request {request.id!r} are not finite: the policy's weights are NaN or overflow; "
-                    "look at the last updates (learning rate, gradient norm, dtype) and load a good checkpoint"
-                )
             reason: FinishReason = "stop" if stopped[n] else "length"
             versions = versions_per_token(row.job.begun.spans(self.version), end, self.version)
-            self.calls.ended(row.job, Completion(request.id, ids[n][:end], logprobs[n][:end], reason, versions))
+            completion = Completion(request.id, ids[n][:end], logprobs[n][:end], reason, versions)
+            if bad[n]:
+                completion = Completion.failed(request, NOT_FINITE, self.version)
+            self.calls.ended(row.job, completion)
             self.rows[slot] = None
         self.running -= len(slots)
         self.freed = True

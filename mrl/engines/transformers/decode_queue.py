@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,9 +37,14 @@ class Call:
         """Request number `index` ended."""
         self._completions[index] = completion
 
+    @property
+    def complete(self) -> bool:
+        """Whether every request has ended."""
+        return len(self._completions) == len(self.requests)
+
     def deliver(self) -> None:
         """Answer, once every request has ended."""
-        if len(self._completions) == len(self.requests) and not self.answer.done():
+        if self.complete and not self.answer.done():
             self.answer.set_result([self._completions[i] for i in range(len(self.requests))])
 
 
@@ -82,10 +87,14 @@ class Job:
         return Job(self.call, self.index, self.request, self.max_new, begun, tokens)
 
 
-def jobs_of(call: Call, max_model_len: int) -> list[Job]:
-    """What there is to do for a call."""
+def jobs_of(call: Call, max_model_len: int, refuse: Callable[[GenerateRequest], Completion | None]) -> list[Job]:
+    """What there is to do for a call. refuse: the answer to a request that cannot be served, which gets it here."""
     jobs = []
     for index, request in enumerate(call.requests):
+        refused = refuse(request)
+        if refused is not None:
+            call.take(index, refused)
+            continue
         max_new = min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
         jobs.append(Job(call, index, request, max_new, Begun(), request.prompt_ids))
     return jobs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from mrl.engines.requests import check_request, check_sequence, eos_ids
+from mrl.engines.requests import check_sequence, eos_ids, refusal
 from mrl.engines.transformers.decode import decode
 from mrl.engines.transformers.decode_calls import Call, DecodeThread
 from mrl.engines.transformers.decode_queue import Job, Limits, jobs_of
@@ -44,7 +44,8 @@ class TransformersEngine:
         (half of the GPU's) holds of this model's keys and values, at most 2**20.
     max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
         GPU) words. Neither bound changes what is sampled.
-    continuous: requests of different calls decode together, whenever they come; otherwise calls wait for each other.
+    endless: requests may keep coming while others decode, so the engine gets a thread to itself, and says how many it
+        works on at a time (`capacity`); otherwise engines of one process take turns, and each takes any number.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
     decode_step: `eager` (a cache that grows), `static` (one of fixed size; on CUDA recorded as CUDA graphs), or `auto`:
         static on CUDA, for models that can.
@@ -61,7 +62,7 @@ class TransformersEngine:
         max_model_len: int,
         max_batch_tokens: int | None = None,
         max_rows: int | None = None,
-        continuous: bool = False,
+        endless: bool = False,
         autocast_dtype: torch.dtype | None = None,
         decode_step: StepKind = "auto",
         version: int = 0,
@@ -75,11 +76,11 @@ class TransformersEngine:
         self._lm: CausalLM | None = fitted(model, max_model_len, autocast_dtype, decode_step)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
-        self.capacity = self._limits.max_rows if continuous else None
-        self._thread = DecodeThread(self._decode, self._jobs, continuous=continuous)
+        self.capacity = self._limits.max_rows if endless else None
+        self._thread = DecodeThread(self._decode, self._jobs, endless=endless)
 
     @classmethod
-    def create(cls, config: ModelConfig, module: nn.Module | None = None, *, continuous: bool = False) -> Self:
+    def create(cls, config: ModelConfig, module: nn.Module | None = None, *, endless: bool = False) -> Self:
         """An engine for the configured model at version 0, around `module` if that is given.
 
         Raises ModelError when the model or tokenizer cannot be loaded, EngineError when the model cannot be served.
@@ -91,25 +92,18 @@ class TransformersEngine:
             load_tokenizer(config),
             max_model_len=context_length(model.config, config.max_model_len),
             max_rows=config.max_decode_rows,
-            continuous=continuous,
+            endless=endless,
             autocast_dtype=autocast_dtype(config, device),
             decode_step=config.decode_step,
         )
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        """Sample one completion per request, in the order of the requests.
+        """Sample one completion per request, in the order of the requests; see `mrl.engines.base.Engine.generate`.
 
         Stops at the model's end-of-sequence ids, `stop_token_ids` (both kept as last token), `stop` strings, or
-        `max_tokens` / `max_model_len` (reason "length"). Raises EngineError, naming the request, for a prompt that is
-        empty, too long or outside the vocabulary, for impossible sampling parameters, and for logits that are not
-        finite.
+        `max_tokens` / `max_model_len` (reason "length"). Raises EngineError when closed.
         """
-        call = self._thread.submit(requests)
-        try:
-            return await asyncio.wrap_future(call.answer)
-        except asyncio.CancelledError:
-            call.cancelled = True
-            raise
+        return await self._thread.generate(requests)
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
         """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p).
@@ -125,7 +119,7 @@ class TransformersEngine:
             with lm.inference():
                 return score(lm, sequences, self._limits.prefill_tokens)
 
-        found: list[list[float]] = await asyncio.wrap_future(self._thread.errand(run))
+        found: list[list[float]] = await asyncio.wrap_future(self._thread.run(run))
         return found
 
     def load_weights(self, ref: WeightRef) -> int:
@@ -149,7 +143,7 @@ class TransformersEngine:
             return self.version
 
         try:
-            return int(self._thread.errand(load, urgent=True).result())
+            return int(self._thread.run(load, urgent=True).result())
         except EngineError as error:
             raise SyncError(f"weights of version {ref.version} could not be loaded: {error}") from error
 
@@ -182,9 +176,12 @@ class TransformersEngine:
             raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
 
     def _jobs(self, call: Call) -> list[Job]:
-        for request in call.requests:
-            check_request(request, self._max_model_len, self._model.vocab_size)
-        return jobs_of(call, self._max_model_len)
+        lm, stops = self._model, self._stop_strings.works
+
+        def refuse(request: GenerateRequest) -> Completion | None:
+            return refusal(request, self._max_model_len, lm.vocab_size, version=self.version, stop_strings=stops)
+
+        return jobs_of(call, self._max_model_len, refuse)
 
     def _decode(self, jobs: list[Job], calls: DecodeThread) -> list[Job]:
         lm = self._model

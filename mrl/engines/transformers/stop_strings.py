@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mrl.errors import EngineError
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -37,14 +35,18 @@ class StopStrings:
         self._anchor: list[int] = []
         self._anchor_text = ""
 
+    @property
+    def works(self) -> bool:
+        """Whether there is a tokenizer to tell text from tokens with."""
+        return self._tokenizer is not None
+
     def watch(self, stops_B: Sequence[tuple[str, ...]], vocab_size: int, device: torch.device) -> None:
-        """The rows' stop strings from now on. Raises EngineError where there are some and no tokenizer."""
+        """The rows' stop strings from now on; none where there is no tokenizer (`works`)."""
         self._stops_B = stops_B
         self.any = any(stops_B)
         if not self.any:
             return
-        if self._tokenizer is None:
-            raise EngineError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
+        assert self._tokenizer is not None
         if not self._anchor:
             self._anchor = self._tokenizer.encode("a", add_special_tokens=False)
             self._anchor_text = self._decode(self._anchor)

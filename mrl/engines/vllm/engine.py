@@ -15,10 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mrl.engines.requests import check_request, check_sequence, end_ids, sampling_fields, versions_per_token
+from mrl.engines.requests import check_sequence, end_ids, refusal, sampling_fields, versions_per_token
 from mrl.engines.vllm.client import VLLMProcess
 from mrl.engines.vllm.devices import environment
-from mrl.errors import ConfigError, EngineError, SyncError
+from mrl.errors import ConfigError, EngineDied, EngineError, SyncError
+from mrl.system.gather import all_of
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
 if TYPE_CHECKING:
@@ -133,40 +134,18 @@ class VLLMEngine:
             )
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        """Sample one completion per request, in the order of the requests. Raises EngineError, naming the request."""
+        """Sample one completion per request, in the order of the requests; see `mrl.engines.base.Engine.generate`."""
         version = self.version
         if version is None:
             raise EngineError("this engine has no weights, for it slept at level 2: load weights first")
-        for request in requests:
-            check_request(request, self._max_model_len, self._vocab_size)
-        messages = [
-            {
-                "id": request.id,
-                "prompt_ids": list(request.prompt_ids),
-                "seed": request.seed if self._repeatable else None,
-                "sampling": sampling_fields(request, self._end_ids, self._max_model_len),
-            }
-            for request in requests
-        ]
-        answers = await self._gather("generate", [(message,) for message in messages])
-        return [
-            Completion(
-                request_id=request.id,
-                token_ids=answer["token_ids"],
-                logprobs=answer["logprobs"],
-                finish_reason=answer["finish_reason"],
-                policy_version=versions_per_token(answer["versions"], len(answer["token_ids"]), version),
-            )
-            for request, answer in zip(requests, answers, strict=True)
-        ]
+        return await all_of([self._generate(request, version) for request in requests])
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
         """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p)."""
         for number, sequence in enumerate(sequences):
             check_sequence(number, sequence, self._max_model_len, self._vocab_size)
-        return await self._gather(
-            "score", [(list(s.prompt_ids), list(s.completion_ids), s.temperature) for s in sequences]
-        )
+        calls = [(list(s.prompt_ids), list(s.completion_ids), s.temperature) for s in sequences]
+        return await all_of([self._one("score", *call) for call in calls])
 
     async def pause(self, *, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
         """Schedule nothing any more: requests in flight are kept where they are, waited for, or aborted.
@@ -249,6 +228,30 @@ class VLLMEngine:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
+    async def _generate(self, request: GenerateRequest, version: int) -> Completion:
+        refused = refusal(request, self._max_model_len, self._vocab_size, version=version)
+        if refused is not None:
+            return refused
+        message = {
+            "id": request.id,
+            "prompt_ids": list(request.prompt_ids),
+            "seed": request.seed if self._repeatable else None,
+            "sampling": sampling_fields(request, self._end_ids, self._max_model_len),
+        }
+        try:
+            answer = await self._one("generate", message)
+        except EngineDied:
+            raise
+        except EngineError as error:
+            return Completion.failed(request, str(error), version)
+        return Completion(
+            request_id=request.id,
+            token_ids=answer["token_ids"],
+            logprobs=answer["logprobs"],
+            finish_reason=answer["finish_reason"],
+            policy_version=versions_per_token(answer["versions"], len(answer["token_ids"]), version),
+        )
+
     def _run(self, model: str, version: int) -> None:
         ours = ("sync_timeout", "repeatable")
         arguments = {name: value for name, value in self._start.items() if name not in ours}
@@ -287,15 +290,6 @@ class VLLMEngine:
 
     async def _one(self, method: str, *args: Any) -> Any:
         return await asyncio.wrap_future(self._process.submit(method, *args))
-
-    async def _gather(self, method: str, calls: list[tuple[Any, ...]]) -> list[Any]:
-        """All calls at once; when one fails, the others are cancelled."""
-        futures = [asyncio.wrap_future(self._process.submit(method, *call)) for call in calls]
-        try:
-            return list(await asyncio.gather(*futures))
-        finally:
-            for future in futures:
-                future.cancel()
 
 
 def _plain_model(config: ModelConfig, scratch: Path) -> str:

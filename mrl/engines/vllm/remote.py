@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
-from mrl.engines.requests import check_request, check_sequence, end_ids, sampling_fields, versions_per_token
+from mrl.engines.requests import check_sequence, end_ids, refusal, sampling_fields, versions_per_token
 from mrl.engines.vllm.adapter import ServedAdapter
 from mrl.errors import EngineDied, EngineError, SyncError
+from mrl.system.gather import all_of
 from mrl.types import Completion, FinishReason, GenerateRequest, TokenSequence, WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.tensors import open_folder
@@ -101,10 +102,8 @@ class RemoteVLLMEngine:
         return engine
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        """Sample one completion per request, in the order of the requests. Raises EngineError, naming the request."""
-        for request in requests:
-            check_request(request, self._max_model_len, self._vocab_size)
-        return await _all([self._generate(request) for request in requests])
+        """Sample one completion per request, in the order of the requests; see `mrl.engines.base.Engine.generate`."""
+        return await all_of([self._answer(request) for request in requests])
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
         """Logprob of every completion token at the sequence's temperature (no top-p, top-k, min-p).
@@ -119,7 +118,7 @@ class RemoteVLLMEngine:
                     f"sequence {number} has temperature={sequence.temperature}: a plain vLLM server scores at 1 only; "
                     "start it with mrl's worker extension (docs/vllm.md)"
                 )
-        return await _all([self._score(sequence) for sequence in sequences])
+        return await all_of([self._score(sequence) for sequence in sequences])
 
     async def pause(self, *, mode: str = "keep") -> None:
         """Schedule nothing any more; needs VLLM_SERVER_DEV_MODE=1 on the server."""
@@ -165,6 +164,17 @@ class RemoteVLLMEngine:
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
+    async def _answer(self, request: GenerateRequest) -> Completion:
+        refused = refusal(request, self._max_model_len, self._vocab_size, version=self.version)
+        if refused is not None:
+            return refused
+        try:
+            return await self._generate(request)
+        except EngineDied:
+            raise
+        except EngineError as error:
+            return Completion.failed(request, str(error), self.version)
+
     async def _generate(self, request: GenerateRequest) -> Completion:
         sampling = sampling_fields(request, self._end_ids, self._max_model_len)
         sampling |= {"logprobs": 0, "include_stop_str_in_output": True}
@@ -196,7 +206,7 @@ class RemoteVLLMEngine:
 
     def _version_of(self, name: str) -> int:
         if name not in self._versions:
-            raise EngineError(f"{self._url} serves weights that this run did not send it (it calls them {name!r})")
+            raise SyncError(f"{self._url} serves weights that this run did not send it (it calls them {name!r})")
         return self._versions[name]
 
     async def _score(self, sequence: TokenSequence) -> list[float]:
@@ -373,13 +383,3 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
     except ValueError:
         parsed = None
     return parsed if isinstance(parsed, dict) else {}
-
-
-async def _all(work: list[Any]) -> list[Any]:
-    """Everything at once; when one fails, the others are cancelled."""
-    tasks = [asyncio.ensure_future(part) for part in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

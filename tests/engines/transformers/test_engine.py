@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 import torch
@@ -174,9 +175,13 @@ def test_length_limits_are_per_request_and_per_model(qwen):
         (GenerateRequest("r7", (1,), SamplingParams(stop=("x",)), 0), "tokenizer"),
     ],
 )
-def test_impossible_requests_are_refused_by_name(engine, request_, message):
-    with pytest.raises(EngineError, match=message):
-        generate(engine, [*requests_for(prompts_of([3]), SamplingParams(max_tokens=2)), request_])
+def test_impossible_requests_are_refused_by_name_and_take_no_other_with_them(engine, request_, message):
+    good = requests_for(prompts_of([3]), SamplingParams(max_tokens=2))
+    alone = generate(engine, good)
+    *served, refused = generate(engine, [*good, request_])
+    assert [c.token_ids for c in served] == [c.token_ids for c in alone]
+    assert (refused.request_id, refused.finish_reason, refused.token_ids) == ("r7", "error", [])
+    assert re.search(message, refused.error)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +209,9 @@ def test_weights_that_are_not_finite_are_an_error(architecture):
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "norm" in n or "ln_f" in n)[0] = float("nan")
     engine = TransformersEngine(model, None, max_model_len=128)
-    with pytest.raises(EngineError, match=r"'\d\.0' are not finite"):
-        generate(engine, requests_for(prompts_of([4, 6]), SamplingParams(max_tokens=4)))
+    for completion in generate(engine, requests_for(prompts_of([4, 6]), SamplingParams(max_tokens=4))):
+        assert completion.finish_reason == "error"
+        assert "not finite" in completion.error
 
 
 def test_models_and_sizes_it_cannot_serve_are_refused(qwen):

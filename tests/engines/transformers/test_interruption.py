@@ -13,7 +13,7 @@ import torch
 
 from mrl.config import ModelConfig
 from mrl.engines.transformers.engine import TransformersEngine
-from mrl.errors import EngineError, SyncError
+from mrl.errors import SyncError
 from mrl.models import load_model
 from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence, WeightRef
 from mrl.weights.files import publish
@@ -23,7 +23,7 @@ LENGTH = 96
 
 @pytest.fixture
 def engine(tiny_model: str) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.create(config(tiny_model), continuous=True)
+    engine = TransformersEngine.create(config(tiny_model), endless=True)
     yield engine
     engine.close()
 
@@ -90,7 +90,7 @@ async def test_the_same_weights_again_change_nothing(
     tiny_model: str, tmp_path: Path, sampling: SamplingParams, max_rows: int | None
 ) -> None:
     engine = TransformersEngine.create(
-        config(tiny_model).model_copy(update={"max_decode_rows": max_rows}), continuous=True
+        config(tiny_model).model_copy(update={"max_decode_rows": max_rows}), endless=True
     )
     asked = requests(9, sampling)
     whole = await engine.generate(asked)
@@ -179,7 +179,7 @@ async def test_a_call_that_is_given_up_leaves_the_others(engine: TransformersEng
 
 async def test_a_request_that_cannot_be_served_fails_alone(engine: TransformersEngine) -> None:
     good, bad = requests(2, SamplingParams(max_tokens=30)), [GenerateRequest("x", (), SamplingParams(), seed=0)]
-    results = await asyncio.gather(engine.generate(good), engine.generate(bad), return_exceptions=True)
-    assert isinstance(results[0], list)
-    assert isinstance(results[1], EngineError)
-    assert "'x'" in str(results[1])
+    served, refused = await asyncio.gather(engine.generate(good), engine.generate(bad))
+    assert [completion.finish_reason for completion in served] == ["length"] * 2
+    assert refused[0].finish_reason == "error"
+    assert "'x'" in (refused[0].error or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -167,8 +168,10 @@ async def test_bad_requests_are_named(engine: VLLMEngine) -> None:
         ((65,), SamplingParams(top_p=0.0), "top_p=0.0"),
         ((65,), SamplingParams(temperature=-1.0), r"temperature=-1\.0"),
     ]:
-        with pytest.raises(EngineError, match=f"'bad'.*{message}"):
-            await engine.generate([GenerateRequest("bad", prompt, params, 0)])
+        served, refused = await engine.generate([*requests(1, good), GenerateRequest("bad", prompt, params, 0)])
+        assert len(served.token_ids) == 2
+        assert refused.finish_reason == "error"
+        assert re.search(f"'bad'.*{message}", refused.error or "")
     with pytest.raises(EngineError, match="temperature=0"):
         await engine.logprobs([TokenSequence((65,), (66,), 0.0)])
     with pytest.raises(EngineError, match="sleep"):

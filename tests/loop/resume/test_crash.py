@@ -188,7 +188,7 @@ def test_a_queue_that_is_killed_loses_no_task_and_repeats_none(zygote: Zygote, t
     dropped = int(sum(row["rollout/dropped_groups"] for row in metrics))
     last = newest_intact(tmp_path)[0]
     assert last is not None
-    assert last.in_flight["tickets"] == []
+    assert last.in_flight["batches"] == []
     drawn = last.state["order"]["epoch"] * len(TASKS) + last.state["order"]["position"]
     assert sum(trained.values()) == 3 * (drawn - dropped)
     if not dropped:

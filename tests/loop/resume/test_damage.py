@@ -110,8 +110,8 @@ def pipelined(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_what_is_in_flight_is_packed_beside_a_short_state(pipelined: Path, tmp_path: Path) -> None:
     checkpoint = list_checkpoints(Path(shutil.copytree(pipelined, tmp_path / "r")))[0]
-    (ticket,) = checkpoint.in_flight["tickets"]
-    assert len(ticket["groups"][0]["rollouts"][0]["samples"][0]["logprobs"]) > 0
+    (batch,) = checkpoint.in_flight["batches"]
+    assert len(batch["groups"][0]["rollouts"][0]["samples"][0]["logprobs"]) > 0
     text = (checkpoint.path / "trainer" / "state.json").read_text()
     assert "in_flight" not in text
     assert len(text.splitlines()) < 20

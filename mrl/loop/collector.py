@@ -1,0 +1,104 @@
+"""Tasks attempted and scored: the one way from tasks to scored groups, for training, held-out tasks and `mrl eval`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from mrl.backends import WorkerHandle
+from mrl.config import OrchestratorConfig
+from mrl.loop.preflight import Prepared
+from mrl.loop.spawning import sampling_params
+from mrl.rollouts import ROLLOUT_SOURCES, PolicyClient, SourceSetup
+from mrl.rollouts.runner import Runner
+from mrl.types import Group, Task
+from mrl.workers.scoring import TrainerState, score_groups
+
+Logged = list[tuple[int, dict[str, float]]]
+"""What reward functions logged, part by part, each with its number of rollouts."""
+
+
+@dataclass
+class Collected:
+    """Scored groups, in the order of their tasks, and how long they took."""
+
+    groups: list[Group]
+    logged: Logged = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """`generate` until the last attempt has ended; `reward` from then until the last score."""
+
+
+@dataclass
+class Collector:
+    """Collector tasks with a run's source and scores the rollouts.
+
+    Rewards that look at each rollout by itself score a group as soon as it has ended, while others are still being
+    sampled; the others get all rollouts in one call.
+    """
+
+    runner: Runner
+    rewards: WorkerHandle
+    independent: bool
+    """Whether all rewards look at each rollout by itself."""
+
+    @classmethod
+    def of(
+        cls, config: OrchestratorConfig, prepared: Prepared, policy: PolicyClient, rewards: WorkerHandle
+    ) -> Collector:
+        """As a run's options say."""
+        options = config.rollout
+        setup = SourceSetup(prepared.tokenizer, prepared.encoder, sampling_params(config))
+        source = ROLLOUT_SOURCES.get(options.rollout_source).create(setup, **options.rollout_options)
+        runner = Runner(source, policy, timeout=options.rollout_timeout, at_once=options.max_concurrent_rollouts)
+        return cls(runner, rewards, prepared.independent_rewards)
+
+    async def collect(
+        self,
+        tasks: list[Task],
+        n: int,
+        *,
+        seed: int,
+        state: TrainerState,
+        generated: Callable[[list[Group]], None] = lambda groups: None,
+        beside_scoring: Callable[[list[Group]], Awaitable[None]] | None = None,
+        finished: Callable[[Group], None] = lambda group: None,
+    ) -> Collected:
+        """Attempt every task `n` times and score what comes of it.
+
+        state: for reward functions. generated: called when nothing is being sampled any more. beside_scoring: awaited
+        from then on, beside what is left to score. finished: called with each group whose attempts have ended.
+
+        Raises RewardError when a reward breaks its contract, and what `Runner.run` raises.
+        """
+        start = perf_counter()
+        scored: dict[int, tuple[int, dict[str, float]]] = {}
+        """By the first group's `id`."""
+        beside: list[asyncio.Future[None]] = []
+
+        async def score(groups: list[Group]) -> None:
+            metrics = await score_groups(self.rewards, groups, state)
+            scored[id(groups[0])] = sum(len(group.rollouts) for group in groups), metrics
+
+        def ended(group: Group) -> None:
+            finished(group)
+            if self.independent:
+                beside.append(asyncio.ensure_future(score([group])))
+
+        try:
+            groups = await self.runner.run(tasks, n, seed=seed, finished=ended)
+            generated(groups)
+            sampled = perf_counter()
+            if not self.independent:
+                beside.append(asyncio.ensure_future(score(groups)))
+            if beside_scoring is not None:
+                beside.append(asyncio.ensure_future(beside_scoring(groups)))
+            await asyncio.gather(*beside)
+        finally:
+            for work in beside:
+                work.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+        # In the order of the tasks: which group ended first is left to time, and sums of floats depend on their order.
+        logged = [scored[id(group)] for group in groups if id(group) in scored]
+        return Collected(groups, logged, {"generate": sampled - start, "reward": perf_counter() - sampled})

@@ -1,0 +1,91 @@
+"""Tasks that are attempted together, what came of them, and the same as plain data for a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from mrl.store.rows import jsonable
+from mrl.types import Group, Rollout, Sample, Task
+
+_STORED = ("step", "number", "indices", "epoch", "again", "version", "ended")
+"""Of every batch in a checkpoint."""
+
+Stage = Literal["waiting", "generating", "generated", "done", "failed"]
+
+
+@dataclass(eq=False)
+class TaskBatch:
+    """Tasks that are attempted together, and what came of it."""
+
+    step: int
+    """The step they were drawn for; seeds derive from it."""
+    number: int
+    """Its place among all batches."""
+    indices: list[int]
+    """Of the tasks."""
+    epoch: float
+    again: int = 0
+    """Above 0: drawn in the place of a group, or once more for the same step; part of its seed."""
+    groups: list[Group] = field(default_factory=list)
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """What reward functions logged, with the number of rollouts."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    stage: Stage = "waiting"
+    ended: int = 0
+    """Its place among those that are done, in the order in which they became it."""
+    version: int = 0
+    """The policy's when it was begun."""
+    work: asyncio.Task[None] | None = None
+
+    def oldest(self) -> int:
+        """The earliest policy version that sampled one of its tokens."""
+        return min((version for group in self.groups for version in versions(group)), default=self.version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; with its groups if it is done, else it is begun once more."""
+        state = {name: getattr(self, name) for name in _STORED}
+        if self.stage != "done":
+            return state
+        groups = [{"task": g.task.id, "rollouts": [jsonable(asdict(r)) for r in g.rollouts]} for g in self.groups]
+        return state | {"logged": self.logged, "seconds": self.seconds, "groups": groups}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], tasks: dict[str, Task]) -> TaskBatch:
+        """What `state_dict` gave. tasks: by id."""
+        plain = {name: value for name, value in state.items() if name not in ("groups", "logged")}
+        batch = cls(**plain, logged=[(count, metrics) for count, metrics in state.get("logged", [])])
+        if "groups" in state:
+            batch.stage = "done"
+            batch.groups = [Group(tasks[g["task"]], [_rollout(r) for r in g["rollouts"]]) for g in state["groups"]]
+        return batch
+
+
+def versions(group: Group) -> list[int]:
+    """Of the policy that sampled each token (or, where it did not change, each sample)."""
+    found: list[int] = []
+    for sample in (sample for rollout in group.rollouts for sample in rollout.samples):
+        found += [sample.policy_version] if isinstance(sample.policy_version, int) else sample.policy_version
+    return found
+
+
+def staleness(groups: list[Group], version: int) -> dict[str, float]:
+    """Versions between what sampled the tokens and the actor that trains on them: mean over tokens, and the most."""
+    behind: list[tuple[int, int]] = []
+    for sample in (s for group in groups for rollout in group.rollouts for s in rollout.samples):
+        if isinstance(sample.policy_version, int):
+            behind.append((version - sample.policy_version, len(sample.completion_ids)))
+        else:
+            behind += [(version - v, 1) for v in sample.policy_version]
+    tokens = sum(count for _, count in behind)
+    if not tokens:
+        return {}
+    return {
+        "rollout/staleness_mean": sum(lag * count for lag, count in behind) / tokens,
+        "rollout/staleness_max": float(max(lag for lag, _ in behind)),
+    }
+
+
+def _rollout(stored: dict[str, Any]) -> Rollout:
+    return Rollout(**(stored | {"samples": [Sample(**sample) for sample in stored["samples"]]}))

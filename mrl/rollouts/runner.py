@@ -1,0 +1,124 @@
+"""Attempts at tasks, whatever the source: together, within their deadlines, and a failed one is data.
+
+    tasks × n  ->  attempt k of task t, seed (seed, t, k)  ->  a Rollout, also when it failed  ->  Groups, in order
+
+An attempt that raises, or takes too long, is a failed rollout with the reason. Only what no attempt can do anything
+about ends them all: rollout workers that are gone and cannot be replaced, weights that are not what they should be,
+and options that do not work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
+
+from mrl.errors import ConfigError, EngineDied, SyncError, WorkerDied
+from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource
+from mrl.system.gather import all_of
+from mrl.types import Group, Rollout, Task, derive_seed
+
+ENDS_ALL = (WorkerDied, EngineDied, SyncError, ConfigError)
+"""Errors that are nobody's rollout's."""
+
+
+class Runner:
+    """Has a source attempt tasks.
+
+    timeout: seconds one attempt may take; None = as long as it likes. at_once: attempts under way at a time; None = all
+    that were asked for. With a limit, which requests are decoded side by side depends on time, and so may the last bits
+    of what is sampled. `in_flight` and `ended` count attempts.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource | BatchSource,
+        policy: PolicyClient,
+        *,
+        timeout: float | None = None,
+        at_once: int | None = None,
+    ) -> None:
+        self.source, self.policy, self.timeout = source, policy, timeout
+        self.places = None if at_once is None else asyncio.Semaphore(at_once)
+        self.in_flight = self.ended = 0
+
+    async def run(
+        self, tasks: list[Task], n: int, *, seed: int, finished: Callable[[Group], None] = lambda group: None
+    ) -> list[Group]:
+        """Attempt every task `n` times; groups in the order of the tasks.
+
+        finished: called with each group as soon as its last attempt has ended. A task that is among them once more (a
+        dataset smaller than a batch) gets other attempts, with other seeds. Cancelled, it ends when all attempts have.
+        """
+        if isinstance(self.source, BatchSource):
+            groups = await self.source.collect(tasks, self.policy, n, seed)
+            self.ended += sum(len(group.rollouts) for group in groups)
+            for group in groups:
+                finished(group)
+            return groups
+        before: Counter[str] = Counter()
+        parts, work = [], []
+        for task in tasks:
+            part = _GroupInProgress(task, range(before[task.id], before[task.id] + n), finished)
+            before[task.id] += n
+            parts.append(part)
+            work += [self._attempt(part, attempt, derive_seed(seed, task.id, attempt)) for attempt in part.attempts]
+        await all_of(work)
+        return [part.group for part in parts]
+
+    # --- inner ------------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, part: _GroupInProgress, attempt: int, seed: int) -> None:
+        async with self.places or contextlib.nullcontext():
+            self.in_flight += 1
+            try:
+                rollout = await self._rollout(part.group.task, attempt, seed)
+            finally:
+                self.in_flight -= 1
+        self.ended += 1
+        part.add(attempt, rollout)
+
+    async def _rollout(self, task: Task, attempt: int, seed: int) -> Rollout:
+        assert isinstance(self.source, RolloutSource)
+        start = perf_counter()
+        deadline = asyncio.timeout(self.timeout)
+        try:
+            async with deadline:
+                rollout = await self.source.run(task, attempt, self.policy, seed)
+        except ENDS_ALL:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            if deadline.expired() and isinstance(error, TimeoutError):
+                reason = f"took longer than {self.timeout:g} s (rollout_timeout)"
+            rollout = failed_rollout(task, attempt, reason)
+        rollout.seconds.setdefault("generate", perf_counter() - start)
+        return rollout
+
+
+class _GroupInProgress:
+    """A task's attempts, until the last has ended."""
+
+    def __init__(self, task: Task, attempts: range, finished: Callable[[Group], None]) -> None:
+        self.group, self.attempts, self.finished = Group(task, []), attempts, finished
+        self.rollouts: dict[int, Rollout] = {}
+
+    def add(self, attempt: int, rollout: Rollout) -> None:
+        self.rollouts[attempt] = rollout
+        if len(self.rollouts) == len(self.attempts):
+            self.group.rollouts += [self.rollouts[attempt] for attempt in self.attempts]
+            self.finished(self.group)
+
+
+def rollout_id(task: Task, attempt: int) -> str:
+    """An attempt's name in the record, and that of its requests."""
+    return f"{task.id}#{attempt}"
+
+
+def failed_rollout(task: Task, attempt: int, reason: str) -> Rollout:
+    """An attempt that came to nothing: kept and counted, without samples."""
+    rollout = Rollout(rollout_id(task, attempt), task.id, attempt, messages=[], samples=[], prompt=task.prompt)
+    rollout.fail(reason)
+    return rollout
