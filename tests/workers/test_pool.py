@@ -10,7 +10,7 @@ import pytest
 from mrl.backends.inline import InlineHandle
 from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.sync.base import WeightSync
-from mrl.system.tasks import all_of
+from mrl.system.gather import all_of
 from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
 from mrl.workers.pool import RolloutPool
 
