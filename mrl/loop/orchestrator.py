@@ -44,13 +44,13 @@ from mrl.workers.scoring import TrainerState
 class Orchestrator(RecordedRun):
     """mrl's own loop."""
 
-    scratch = "weights"
+    working_folder = "weights"
     trains = ACTOR
     prepared: Prepared
 
     def _reset(self) -> None:
         super()._reset()
-        self.sync = make_sync(self.config, self.run_dir / self.scratch)
+        self.sync = make_sync(self.config, self.run_dir / self.working_folder)
         self.version = 0
         self.seconds: dict[str, float] = {}
         self.gap_watch = GapWatch(self.config, self._note)

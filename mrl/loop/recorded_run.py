@@ -98,7 +98,7 @@ class RecordedRun(ABC):
     resume: `run_dir` holds a run of this configuration.
     """
 
-    scratch: ClassVar[str]
+    working_folder: ClassVar[str]
     """Folder in `run_dir` with what only a running process needs."""
     trains: ClassVar[str]
     """The name of the worker that trains."""
@@ -379,7 +379,7 @@ class RecordedRun(ABC):
         self.step = 0 if self.point is None else self.point.state["step"]
         store.rewind(self.step if self.point is not None else -1)
         remove_leftovers(self.run_dir)
-        shutil.rmtree(self.run_dir / self.scratch, ignore_errors=True)
+        shutil.rmtree(self.run_dir / self.working_folder, ignore_errors=True)
 
     def _tracker_failed(self, message: str) -> None:
         self.store.event("tracker_failed", message, step=self.step)

@@ -100,7 +100,7 @@ def check_installed() -> None:
 class SimpleRun(RecordedRun):
     """One of TRL's trainers' loops, in a worker that tells of every step."""
 
-    scratch = "trl"
+    working_folder = "trl"
     trains = "simple"
     prepared: PreparedSimple
 

@@ -442,13 +442,13 @@ def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
 
 
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint(simple: Train, tmp_path: Path) -> None:
-    calls = 0
+    calls, process = 0, os.getpid()
 
     def interrupting(completions: list[str], **_: Any) -> list[float]:
         nonlocal calls
         calls += 1
         if calls == 3:  # before the run it is tried once
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(process, signal.SIGINT)
         return [float(i) for i, _ in enumerate(completions)]
 
     result = simple(reward_funcs=interrupting, max_steps=1000)
