@@ -43,6 +43,7 @@ class SimpleWorker:
 
     options: flat, without datasets and reward functions. tasks, eval_tasks: prompts to answer, or, for trainers that
     learn from examples, the examples as `columns`. rewards: what a `RewardWorker` is made with. folder: the run's.
+    base_name: what adapters in checkpoints say they adapt; None = the place that the model was loaded from.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SimpleWorker:
         max_model_len: int,
         folder: str,
         resume_from: str | None = None,
+        base_name: str | None = None,
     ) -> None:
         self.config = OrchestratorConfig.from_flat(**options)
         self.spec = TRAINERS.get(self.config.trl.algorithm)
@@ -61,6 +63,7 @@ class SimpleWorker:
         self.max_model_len = max_model_len
         self.folder = Path(folder)
         self.scratch = self.folder / "trl"
+        self.base_name = base_name
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.updates = config_updates(self.config)
         self.records: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -92,6 +95,7 @@ class SimpleWorker:
         tokenizer = load_tokenizer(config.model)
         encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
         model = (load_classifier if spec.classifier else load_model)(config.model).train()
+        model.name_or_path = self.base_name or model.name_or_path
         eos_ids = _eos_ids(model, tokenizer)
         self.recorder = Recorder(
             config,
