@@ -159,6 +159,8 @@ class Sample:
 
 
 RolloutStatus = Literal["ok", "failed"]
+Outcome = Literal["finished", "interrupted", "failed"]
+"""How a run ended."""
 
 
 @dataclass(slots=True)

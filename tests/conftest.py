@@ -240,8 +240,6 @@ def rows_of() -> Callable[..., Rows]:
         return Rows(
             samples=[Sample([], [0] * n, [0.0] * n, [1] * n, 0) for n in lengths],
             ids_BL=ids_BT,
-            prompt_lengths_B=torch.zeros(rows, dtype=torch.long),
-            completion_lengths_B=torch.tensor(lengths),
             completion_BT=ids_BT,
             mask_BT=mask_BT,
             advantages_BT=advantages_BT,

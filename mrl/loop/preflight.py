@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig, RewardConfig
-from mrl.data import check_columns, check_prompt_lengths, load_rows
+from mrl.data import check_prompt_lengths, load_rows, require_columns
 from mrl.data.load import Loaded
 from mrl.data.tasks import Row, rows_to_tasks
 from mrl.engines import ENGINES
@@ -145,7 +145,7 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     tasks, all_tasks = load_train_tasks(config)
     check_rewards(rewards, tasks)
     if by is not None:
-        check_columns(tasks, [by], "by: breaking the results down")
+        require_columns(tasks, [by], "by: breaking the results down")
     return _with_model(config, tasks, [], Counts(of(len(tasks), all_tasks), "0"), rewards)
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mrl.config import OrchestratorConfig
 from mrl.errors import StoreError, WorkerDied
+from mrl.loop.progress import RunProgress
 from mrl.loop.report import first_and_last_reward, shown_completion
 from mrl.loop.resume import (
     ResumePoint,
@@ -39,8 +40,8 @@ from mrl.system.interrupts import Stopped, end_process
 from mrl.system.shell import command
 from mrl.system.units import duration, plural
 from mrl.tracking import RunInfo, TrackerSet
-from mrl.tracking.base import WARNING, Status
-from mrl.types import Group, Task
+from mrl.tracking.base import WARNING
+from mrl.types import Group, Outcome, Task
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ class RunResult:
     """What a run came to."""
 
     run_dir: Path
-    status: Status
+    status: Outcome
     steps: int
     checkpoint: Path | None
     metrics: dict[str, float]
@@ -139,7 +140,8 @@ class RecordedRun(ABC):
             self._stop()
         self.config.model.model = pin_model(self.config.model.model)
         self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
-        self.trackers.phase("loading data")
+        self.progress = RunProgress(self.trackers)
+        self.progress.stage("loading data")
         try:
             await self._unless_stopped(self._prepare())
         except Stopped:
@@ -147,10 +149,11 @@ class RecordedRun(ABC):
             seconds = perf_counter() - start
             return RunResult(self.run_dir, "interrupted", 0, None, {}, seconds=seconds, signal=self.signal)
         self._random_before = random_state()
-        self.trackers.phase("loading", self.config.model.model)
+        self.progress.stage("loading", self.config.model.model)
         self.backend = backend_of(self.config)
         self.store = self._open_store()
-        outcome: Status = "failed"
+        self.progress.record(self.store, self.step)
+        outcome: Outcome = "failed"
         warnings: list[str] = []
         try:
             try:
@@ -226,7 +229,8 @@ class RecordedRun(ABC):
         self.prepared.notices = []  # they were told
         self.resume = True
         self.backend = backend_of(self.config)
-        self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+        self.trackers = self.progress.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+        self.progress.stage("loading", self.config.model.model)
 
     # --- being stopped ----------------------------------------------------------------------------------------------
 
@@ -337,7 +341,7 @@ class RecordedRun(ABC):
         for rollout in rollouts[: self.config.run.log_completions]:
             self.trackers.note(f"step {self.step}  {shown_completion(rollout)}")
 
-    def _sum_up(self, outcome: Status) -> list[str]:
+    def _sum_up(self, outcome: Outcome) -> list[str]:
         """Say at the end what went wrong on the way. Returns it, without how the run ended."""
         self.store.flush()
         troubles = find_troubles(self.run_dir)
@@ -351,7 +355,7 @@ class RecordedRun(ABC):
             return
 
         def tell(names: list[str]) -> None:
-            self.trackers.phase("trying", f"{' and '.join(names)} with made-up completions")
+            self.progress.stage("trying", f"{' and '.join(names)} with made-up completions")
 
         self.prepared.notices += await try_rewards(self.config, tasks, steps, loop=loop, tell=tell)
 

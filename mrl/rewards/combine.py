@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from mrl.errors import RewardError
-from mrl.rewards.base import Reward, RewardReport, RewardRequest, RewardResult, Scores, TrainerState
+from mrl.rewards.base import AttributeDict, Reward, RewardReport, RewardRequest, RewardResult, Scores
 
 
 def check_weights(weights: Sequence[float] | None, rewards: Sequence[Reward]) -> None:
@@ -38,7 +38,7 @@ async def score_rows(
     with an error, when a reward failed on the row or none applied. timeout: seconds for a reward that is not `bounded`.
     trainer_state: an object or a dict. Raises RewardError when a reward breaks its contract.
     """
-    state = TrainerState(trainer_state or {}) if isinstance(trainer_state, dict | None) else trainer_state
+    state = AttributeDict(trainer_state or {}) if isinstance(trainer_state, dict | None) else trainer_state
     tasks = [asyncio.ensure_future(_score_one(reward, requests, state, timeout)) for reward in rewards]
     try:
         scores = dict(zip((reward.name for reward in rewards), await asyncio.gather(*tasks), strict=True))

@@ -36,6 +36,7 @@ from mrl.simple.metrics import metric_names
 from mrl.simple.options import check_options, notices
 from mrl.simple.trainers import TRAINERS, TrainerSpec
 from mrl.store.checkpoints import prune
+from mrl.store.progress import WorkerHealth
 from mrl.system.threads import in_thread
 from mrl.types import Task
 from mrl.workers.reward import RewardWorker
@@ -148,6 +149,7 @@ class SimpleRun(RecordedRun):
                 "base_name": base_name(config),
             },
         )
+        self.progress.facts.workers = [WorkerHealth(worker.name)]
         facts: dict[str, Any] = await self._unless_stopped(worker.call("initialize"))
         self.total_steps = facts["total_steps"]
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
@@ -182,7 +184,7 @@ class SimpleRun(RecordedRun):
             self.trackers.log(step, self.eval_metrics)
             self.watch.look_at_evaluation(step, record["groups"])
         elif kind == "phase":
-            self.trackers.phase(record["name"])
+            self._report(record)
         elif kind == "checkpoint":
             self.checkpointed = step
             self.store.event("checkpoint", str(self.store.checkpoint_path(step)), step=step)
@@ -192,6 +194,14 @@ class SimpleRun(RecordedRun):
         elif kind == "checkpoint_failed":
             self.store.event("checkpoint_failed", record["message"], step=step)
             self._note(f"step {step}: {record['message']}. Going on without it (checkpoint_errors: continue)")
+
+    def _report(self, record: dict[str, Any]) -> None:
+        """What the trainer does now; what it counts, it knows when a stage ends."""
+        facts, evaluating = self.progress.facts, record["name"] == "evaluating"
+        wanted = len(self.prepared.eval_tasks) if evaluating else self.config.training.batch_size
+        facts.step, facts.groups_wanted = record["step"], wanted if self.prepared.spec.online else 0
+        facts.groups_done, facts.tokens = record["counts"]["groups_done"], record["counts"]["tokens"]
+        self.progress.stage(record["name"])
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------

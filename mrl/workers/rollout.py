@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,19 @@ _LOADING = threading.Lock()
 """Engines that compute in this process take new weights one after the other: each of them uses every core."""
 
 
+STRAGGLER_SECONDS = 1.0
+"""How long calls that begin together wait for one that does not come."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """Calls whose requests begin at the same moment, so that the same ones decode side by side in every run, however
+    long each call takes to arrive."""
+
+    number: int
+    calls: int
+
+
 class RolloutWorker:
     """Generates with one engine. Lives on any backend; everything it is given is plain data.
 
@@ -42,6 +56,8 @@ class RolloutWorker:
         self.engine: Engine | None = None
         self.scratch: Path | None = None
         self.deltas: DeltaReader | None = None
+        self.arriving: dict[int, list[asyncio.Future[None]]] = {}
+        """Calls that wait for those they begin with."""
 
     def load(self) -> None:
         """Serve the configured model as it is, as version 0. Raises ModelError, EngineError."""
@@ -85,8 +101,13 @@ class RolloutWorker:
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        """One completion per request, in order, each with the version that produced it. Raises EngineError."""
+    async def generate(self, requests: list[GenerateRequest], together: Together | None = None) -> list[Completion]:
+        """One completion per request, in order, each with the version that produced it. Raises EngineError.
+
+        together: the calls that begin with this one.
+        """
+        if together is not None and together.calls > 1:
+            await self._all_there(together)
         return await self._ready().generate(requests)
 
     async def compute_logprobs(
@@ -101,10 +122,12 @@ class RolloutWorker:
         limit: int | None = getattr(self.engine, "capacity", None)
         return limit
 
-    async def sampled_tokens(self) -> int | None:
-        """Tokens sampled since the engine was made, for a display; None where it does not count them."""
+    async def progress(self) -> dict[str, int | None]:
+        """For those who watch the run, while everything else goes on: the `version` served (None before the first
+        weights) and the `sampled_tokens` since the engine was made (None where it does not count them)."""
         own = getattr(self.engine, "sampled_tokens", None)
-        return None if own is None else await own()
+        version = None if self.engine is None else self.engine.version
+        return {"version": version, "sampled_tokens": None if own is None else await own()}
 
     # --- the engine's life ------------------------------------------------------------------------------------------
 
@@ -126,6 +149,16 @@ class RolloutWorker:
             self.scratch = self.deltas = None
 
     # --- inner ------------------------------------------------------------------------------------------------------
+
+    async def _all_there(self, together: Together) -> None:
+        """Wait for the other calls; not for long, since one that was given up on the way never comes."""
+        arrived = self.arriving.setdefault(together.number, [])
+        arrived.append(asyncio.get_running_loop().create_future())
+        if len(arrived) < together.calls:
+            await asyncio.wait([arrived[-1]], timeout=STRAGGLER_SECONDS)
+        for waiting in self.arriving.pop(together.number, []):
+            if not waiting.done():
+                waiting.set_result(None)
 
     def _ready(self) -> Engine:
         if self.engine is None:
@@ -161,9 +194,17 @@ class RolloutWorker:
         return self._checksum(ref)
 
     def _checksum(self, ref: WeightRef) -> str:
+        import torch
+
         from mrl.weights.tensors import open_folder
 
         assert ref.path is not None
+        held = self._ready().state_dict()
         with open_folder(ref.path) as tensors:
-            names = list(tensors)
-        return checksum(self._ready().state_dict(), names)
+            if all(held[name].dtype == tensor.dtype for name, tensor in tensors.items()):
+                return checksum(held, list(tensors))
+            # It holds some in a narrower dtype: each has to be what was sent, rounded.
+            for name, tensor in tensors.items():
+                if not torch.equal(held[name].cpu(), tensor.to(held[name].dtype)):
+                    return f"none, as {name} is another"
+            return checksum(tensors)

@@ -19,7 +19,7 @@ from mrl.engines.requests import check_sequence, end_ids, refusal, sampling_fiel
 from mrl.engines.vllm.client import VLLMProcess
 from mrl.engines.vllm.devices import environment
 from mrl.errors import ConfigError, EngineDied, EngineError, SyncError
-from mrl.system.gather import all_of
+from mrl.system.tasks import all_of
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import httpx
 from mrl.engines.requests import check_sequence, end_ids, refusal, sampling_fields, versions_per_token
 from mrl.engines.vllm.adapter import ServedAdapter
 from mrl.errors import EngineDied, EngineError, SyncError
-from mrl.system.gather import all_of
+from mrl.system.tasks import all_of
 from mrl.types import Completion, FinishReason, GenerateRequest, TokenSequence, WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.tensors import open_folder
