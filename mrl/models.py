@@ -155,6 +155,16 @@ def narrow(model: Any, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
+def without_weights(config: ModelConfig) -> PreTrainedModel:
+    """The model with tensors that take no memory, to see what it is made of. Raises ModelError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model_config = load_config(config)
+    with _LOADING, _explained(config.model), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+
+
 def load_classifier(config: ModelConfig) -> PreTrainedModel:
     """The model in float32 with a head of one number in the place of its vocabulary. Raises ModelError."""
     import torch

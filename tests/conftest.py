@@ -214,7 +214,9 @@ def _vllm(model: str, **changes: object) -> Iterator[VLLMEngine]:
     from mrl.engines.vllm.engine import VLLMEngine
 
     config = ModelConfig(model=model, device="cpu", max_model_len=256, **changes)
-    engine = VLLMEngine.create(config, vllm_args={"block_size": 32}, vllm_kv_cache_gb=0.25, lora_sync="adapter")
+    engine = VLLMEngine.create(
+        config, vllm_args={"block_size": 32}, vllm_kv_cache_gb=0.25, lora_sync="adapter", repeatable_sampling=True
+    )
     yield engine
     engine.close()
 

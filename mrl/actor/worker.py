@@ -25,6 +25,7 @@ from mrl.actor.micro_batches import CPU_TOKENS, by_count, by_tokens, gpu_tokens
 from mrl.actor.objective import Objective, kl_estimator
 from mrl.actor.optimizer import check_offload, make_optimizer, make_scheduler
 from mrl.actor.publisher import Publisher
+from mrl.actor.residence import Residence
 from mrl.actor.snapshot import MISMATCH_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
 from mrl.actor.step_metrics import StepMetrics
 from mrl.algorithms.kl import estimate_kl
@@ -110,6 +111,8 @@ class ActorWorker:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.parameters, config, self.device)
         self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
+        models = [self.model] if self.reference is None else [self.model, self.reference]
+        self.residence = Residence(models, self.optimizer, self.device)
         self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
         self.mismatch_probe = MismatchProbe(self.forward, self.algorithm.max_logprob_gap)
         self.micro_batch_tokens = config.max_tokens_per_micro_batch or self._default_tokens()
@@ -250,6 +253,15 @@ class ActorWorker:
         self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
         if (probe := Path(path) / MISMATCH_PROBE).exists():  # older checkpoints have none
             self.mismatch_probe.load_state(json.loads(probe.read_text()))
+
+    def leave_device(self) -> None:
+        """Put weights and optimizer state into host memory: another process has the device until `return_to_device`.
+        Checkpoints can be saved meanwhile, nothing computed."""
+        self.residence.leave()
+
+    def return_to_device(self) -> None:
+        """After `leave_device`. Raises TrainingError where the device has no room."""
+        self.residence.come_back()
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""

@@ -157,6 +157,7 @@ class Options(TypedDict, total=False):
     tensor_parallel_size: int
     vllm_devices: list[int]
     gpu_memory_utilization: float | None
+    colocate: bool
     vllm_kv_cache_gb: float | None
     vllm_enforce_eager: bool | None
     vllm_max_num_seqs: int
@@ -167,6 +168,7 @@ class Options(TypedDict, total=False):
     vllm_api_key_env: str | None
     vllm_model_name: str | None
     lora_sync: Literal["adapter", "merged"]
+    repeatable_sampling: bool | None
     # overlap
     async_mode: Literal["off", "pipeline", "queue"]
     max_staleness: int

@@ -19,7 +19,7 @@ from mrl.loop.reward_trial import try_rewards
 from mrl.loop.spawning import backend_of, sampling_params, spawn_rewards, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
-from mrl.system.tasks import all_of
+from mrl.system.gather import all_of
 from mrl.system.threads import in_thread
 from mrl.types import GenerateRequest, Group, derive_seed
 from mrl.workers.pool import RolloutPool

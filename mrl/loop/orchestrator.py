@@ -25,7 +25,8 @@ from mrl.experience.reference import add_reference_logprobs
 from mrl.experience.shaping import shape
 from mrl.loop.checkpointing import Checkpointing
 from mrl.loop.collector import Collector
-from mrl.loop.preflight import Prepared, check_disk, prepare, total_steps
+from mrl.loop.colocate import Colocation
+from mrl.loop.preflight import Prepared, check_disk, colocated_places, prepare, total_steps
 from mrl.loop.producer import Producer
 from mrl.loop.progress import WorkerWatch
 from mrl.loop.recorded_run import RecordedRun
@@ -148,11 +149,12 @@ class Orchestrator(RecordedRun):
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
-            with self._timed("reference"):
-                await add_reference_logprobs(groups, self.config, self.actor)
-                await shape(groups, self.config, self._reference_kl)
-            metrics |= shaping_metrics(groups, self.config)
-            metrics |= await self._learn(groups)
+            async with self.colocation.training(self.scheduler.drain, syncs=self._just_synced()):
+                with self._timed("reference"):
+                    await add_reference_logprobs(groups, self.config, self.actor)
+                    await shape(groups, self.config, self._reference_kl)
+                metrics |= shaping_metrics(groups, self.config)
+                metrics |= await self._learn(groups)
             self.watch.look(self.step, groups)
         except Stopped:  # as if the step had not begun
             raise
@@ -293,7 +295,13 @@ class Orchestrator(RecordedRun):
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
             self.version = self.point.state["policy_version"]
+        places = colocated_places(config)
+        self.colocation = Colocation(
+            config, self.actor, self.workers, places, self.sync, note=self._note, timed=self._timed
+        )
+        await self.colocation.start()
         facts: dict[str, Any] = await self.actor.call("initialize")
+        facts["repeatable_sampling"] = config.serving.samples_repeatably(config.runtime.engine)
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
         if self.point is not None:
             await self.actor.call("load_checkpoint", await self.backend.put(self.point.checkpoint.path))
@@ -309,6 +317,7 @@ class Orchestrator(RecordedRun):
         if self.served is None:
             await self.policy.sync(self.sync, self.actor, self.version)
             return
+        await self.colocation.give_device()
         ref = WeightRef(self.version, path=str(self.served.parent))
         for worker in self.workers:
             await worker.call("update_weights", ref)

@@ -8,10 +8,11 @@ from typing import Any
 
 from mrl.backends import BACKENDS, Backend, WorkerHandle, make_backend
 from mrl.config import OrchestratorConfig
-from mrl.loop.preflight import engine_gpus, reward_worker_args
+from mrl.loop.colocate import gpu_share
+from mrl.loop.preflight import colocated_places, engine_gpus, reward_worker_args
 from mrl.loop.resources import actor_resources, base_name, model_for, reward_resources, rewards_for, rollout_resources
 from mrl.sync import SYNC_METHODS, WeightSync
-from mrl.types import SamplingParams
+from mrl.types import SamplingParams, derive_seed
 from mrl.workers.reward_pool import RewardPool
 
 ACTOR = "actor"
@@ -90,8 +91,17 @@ def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = Fals
         options["sync_timeout"] = config.runtime.sync_timeout
     elif config.runtime.engine == "transformers" and config.overlap.by_group:
         options["endless"] = True
+    if config.runtime.engine == "vllm":
+        options["seed"] = derive_seed(config.training.seed, "engine", index) % 2**31
+    if alone and options.get("repeatable_sampling", False) is None:
+        options["repeatable_sampling"] = True  # the same evaluation twice gives the same figures
     if "vllm_devices" in options:
         options["vllm_devices"] = config.serving.devices_of(0) if alone else engine_gpus(config)[0][index]
+        options["colocate"] = not alone and index in colocated_places(config)
+        if options["colocate"]:
+            actor = engine_gpus(config)[1]
+            assert actor is not None
+            options["gpu_memory_utilization"] = gpu_share(config, actor)
     if "vllm_urls" in options:
         urls = options.pop("vllm_urls")
         options["url"] = urls[index]

@@ -17,7 +17,7 @@ from time import perf_counter
 
 from mrl.errors import ConfigError, EngineDied, SyncError, WorkerDied
 from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource
-from mrl.system.tasks import all_of
+from mrl.system.gather import all_of
 from mrl.types import Group, Rollout, Task, derive_seed
 
 ENDS_ALL = (WorkerDied, EngineDied, SyncError, ConfigError)

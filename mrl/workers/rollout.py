@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,15 @@ class RolloutWorker:
         own = getattr(self.engine, "health", None)
         return {"version": self.engine.version} | ({} if own is None else await own())
 
+    async def sleep(self, level: int) -> None:
+        """Free the device's memory; what is in flight ends first. level: 1 keeps the weights in host memory, 2 drops
+        them, and nothing is served until weights were sent. Raises EngineError where the engine cannot."""
+        await self._sleeper("sleep")(level)
+
+    async def wake(self) -> None:
+        """Take the memory back, with the weights from before. Weights that are sent wake it too. Raises EngineError."""
+        await self._sleeper("wake")()
+
     def close(self) -> None:
         """Free the engine."""
         if self.engine is not None:
@@ -164,6 +173,12 @@ class RolloutWorker:
         if self.engine is None:
             raise EngineError("this rollout worker has no weights yet: sync weights to it before it generates")
         return self.engine
+
+    def _sleeper(self, method: str) -> Callable[..., Awaitable[None]]:
+        found: Callable[..., Awaitable[None]] | None = getattr(self._ready(), method, None)
+        if found is None:
+            raise EngineError("this engine cannot sleep; colocate needs engine: vllm")
+        return found
 
     def _within_reach(self, ref: WeightRef) -> WeightRef:
         """The weights as something the engine loads: copied from a shared disk, with a difference added."""

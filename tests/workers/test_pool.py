@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from mrl.system.tasks import all_of
 
 from mrl.backends.inline import InlineHandle
 from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.sync.base import WeightSync
+from mrl.system.gather import all_of
 from mrl.types import Completion, GenerateRequest, SamplingParams, WeightRef
 from mrl.workers.pool import RolloutPool
 
