@@ -17,7 +17,7 @@ from mrl.engines.transformers.cuda_graphs import CudaGraphs, Recorder
 from mrl.engines.transformers.kv_cache import GrowingCache, layer_windows
 from mrl.engines.transformers.lean_step import LeanStep, can_be_lean
 from mrl.errors import EngineError
-from mrl.modeling.wide_logits import keep_logits_wide, same_weights
+from mrl.modeling.precision import keep_logits_wide, same_weights
 
 Path = Literal["own steps", "own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:

@@ -1,4 +1,8 @@
-"""A model's own head made to give float32 logits from narrower factors: see mrl.algorithms.products."""
+"""In which precision a model's linear layers are held, and what its head gives.
+
+Under autocast a float32 weight is rounded at each use, so those that nobody trains here can be held rounded: half the
+memory and the traffic, the same numbers. And a head's logits are not to be rounded at all: see mrl.algorithms.products.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,23 @@ from torch import Tensor, nn
 from mrl.algorithms.products import NARROW, product
 
 
+def narrow_matrices(model: Any, dtype: torch.dtype | None) -> None:
+    """Hold in `dtype` what autocast multiplies by in `dtype` anyway, in place: numbers under autocast stay the same.
+
+    These are the linear layers; without autocast they compute in what they are given. Embeddings, a head that is tied
+    to them, norms, and experts whose matrices are one tensor stay: autocast does not round these, or not always. None =
+    nothing.
+    """
+    if dtype is None:
+        return
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if type(module) is nn.Linear and id(module.weight) not in embeddings:
+            module.to(dtype)
+            # Of a model that is copied, the copy's layer takes the place of this one.
+            module.forward = functools.partial(_narrow_linear, module)  # type: ignore[method-assign]
+
+
 def keep_logits_wide(causal_lm: Any) -> None:
     """Have the model's head give float32 from now on, also under autocast and where its weights are narrower.
 
@@ -22,9 +43,15 @@ def keep_logits_wide(causal_lm: Any) -> None:
     """
     head = causal_lm.get_output_embeddings()
     linear = getattr(head, "base_layer", head)
-    if type(linear) is nn.Linear and "forward" not in vars(linear):
-        # Of a model that is copied, the copy's layer takes the place of this one.
+    if type(linear) is nn.Linear:
         linear.forward = functools.partial(_wide_linear, linear)  # type: ignore[method-assign]
+
+
+def _narrow_linear(linear: nn.Linear, hidden: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(hidden.device.type) or hidden.dtype == linear.weight.dtype:
+        return nn.functional.linear(hidden, linear.weight, linear.bias)
+    bias = None if linear.bias is None else linear.bias.to(hidden.dtype)
+    return nn.functional.linear(hidden, linear.weight.to(hidden.dtype), bias)
 
 
 _casts: ContextVar[dict[int, Tensor] | None] = ContextVar("casts", default=None)
@@ -42,9 +69,9 @@ def same_weights() -> Iterator[None]:
 
 def _wide_linear(linear: nn.Linear, hidden: Tensor) -> Tensor:
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else linear.weight.dtype
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     if dtype not in NARROW:
-        return nn.functional.linear(hidden, linear.weight, linear.bias)
+        return _narrow_linear(linear, hidden)
     with torch.autocast(kind, enabled=False):
         product_NV: Tensor = _WideProduct.apply(hidden.flatten(0, -2).to(dtype), _cast(linear.weight, dtype))
         if linear.bias is not None:
