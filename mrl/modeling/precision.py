@@ -54,13 +54,21 @@ def _narrow_linear(linear: nn.Linear, hidden: Tensor) -> Tensor:
     return nn.functional.linear(hidden, linear.weight.to(hidden.dtype), bias)
 
 
-_casts: ContextVar[dict[int, Tensor] | None] = ContextVar("casts", default=None)
+Casts = dict[int, tuple[Tensor, Tensor]]
+"""A head's weights, by their identity: themselves, and what they are cast to."""
+
+_casts: ContextVar[Casts | None] = ContextVar("casts", default=None)
 
 
 @contextmanager
-def same_weights() -> Iterator[None]:
-    """Weights do not change meanwhile: what a head's are cast to is made once."""
-    token = _casts.set({})
+def same_weights(kept: Casts | None = None) -> Iterator[None]:
+    """Weights do not change meanwhile: what a head's are cast to is made once. kept: casts from before, which are made
+    anew in the same memory; for a module that nobody else has."""
+    casts: Casts = {} if kept is None else kept
+    with torch.no_grad():
+        for weight, narrow in casts.values():
+            narrow.copy_(weight)
+    token = _casts.set(casts)
     try:
         yield
     finally:
@@ -84,8 +92,8 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if casts is None or weight.dtype == dtype or torch.is_grad_enabled():
         return weight.to(dtype)
     if id(weight) not in casts:
-        casts[id(weight)] = weight.to(dtype)
-    return casts[id(weight)]
+        casts[id(weight)] = weight, weight.to(dtype)
+    return casts[id(weight)][1]
 
 
 class _WideProduct(torch.autograd.Function):

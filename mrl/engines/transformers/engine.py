@@ -97,7 +97,7 @@ class TransformersEngine:
         else:
             model = module
         device = next(model.parameters()).device
-        return cls(
+        engine = cls(
             model,
             load_tokenizer(config),
             max_model_len=context_length(model.config, config.max_model_len),
@@ -106,6 +106,8 @@ class TransformersEngine:
             autocast_dtype=autocast_dtype(config, device),
             decode_step=config.decode_step,
         )
+        engine._model.own = module is None
+        return engine
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Sample one completion per request, in the order of the requests; see `mrl.engines.base.Engine.generate`.
