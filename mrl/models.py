@@ -65,7 +65,7 @@ def load_config(config: ModelConfig) -> Any:
     """The model's `PreTrainedConfig`, without its weights. Raises ModelError."""
     from transformers import AutoConfig
 
-    source = _base_of_adapter(resolve_model(config.model)) or resolve_model(config.model)
+    source = base_of_adapter(resolve_model(config.model)) or resolve_model(config.model)
     with _explained(config.model):
         return AutoConfig.from_pretrained(
             source,
@@ -119,7 +119,7 @@ def load_model(
 
     logging.disable_progress_bar()  # loading has no place in the run's own progress display
     source = resolve_model(config.model)
-    base = _base_of_adapter(source)
+    base = base_of_adapter(source)
     if _is_classifier(base or source):
         raise ModelError(
             f"model {config.model!r}: it gives a score instead of text (its config.json names a sequence "
@@ -143,6 +143,16 @@ def load_model(
     return model.eval()
 
 
+def without_weights(config: ModelConfig) -> PreTrainedModel:
+    """The model with tensors that take no memory, to see what it is made of. Raises ModelError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model_config = load_config(config)
+    with _LOADING, _explained(config.model), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+
+
 def load_classifier(config: ModelConfig) -> PreTrainedModel:
     """The model in float32 with a head of one number in the place of its vocabulary. Raises ModelError."""
     import torch
@@ -151,7 +161,7 @@ def load_classifier(config: ModelConfig) -> PreTrainedModel:
 
     logging.disable_progress_bar()
     source = resolve_model(config.model)
-    if _base_of_adapter(source) is not None:
+    if base_of_adapter(source) is not None:
         raise ModelError(f"model {config.model!r}: is an adapter; `mrl checkpoints RUN export FOLDER --merged` first")
     with _LOADING, _explained(config.model):
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -275,7 +285,8 @@ def _damaged_file(name: str) -> Path | None:
     return None
 
 
-def _base_of_adapter(source: str) -> str | None:
+def base_of_adapter(source: str) -> str | None:
+    """What the adapter in the folder `source` adapts, by its name; None = there is none. Raises ModelError."""
     path = Path(source) / "adapter_config.json"
     if not path.is_file():
         return None

@@ -12,7 +12,7 @@ from mrl.algorithms.entropy import top_entropy_mask
 from mrl.algorithms.kl import KLEstimator, estimate_kl
 from mrl.algorithms.ratio import importance_ratio
 from mrl.config import AlgorithmConfig
-from mrl.mismatch.correction import importance_weights, log_importance, unexplained_gap, weighed_once
+from mrl.mismatch import importance_weights, log_importance, unexplained_gap, weighed_once
 from mrl.modeling.rows import Rows
 from mrl.types import TrainBatch
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from mrl.actor.lora import adapts_parameters, merged_state_dict, public_state_dict, saved_state_dict
 from mrl.errors import SyncError
+from mrl.system.machine import machine_id
 from mrl.system.transfers import on_host
 from mrl.types import WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.delta import DeltaWriter
 from mrl.weights.files import adapter_ref, publish, publish_folder, size_of, without_aliases
-from mrl.weights.network import WeightServer, machine
+from mrl.weights.network import WeightServer
 from mrl.weights.tensors import FILE, MappedFile
 
 
@@ -72,7 +73,7 @@ class Publisher:
             assert ref.path is not None
             self.server = self.server or WeightServer()
             self.server.publish(Path(ref.path), version)
-            ref.host, ref.addresses, ref.token = machine(), self.server.addresses, self.server.token
+            ref.machine, ref.addresses, ref.token = machine_id(), self.server.addresses, self.server.token
         return ref
 
     def _overwrite(self, folder: Path, version: int, dtype: str | None) -> WeightRef:

@@ -18,7 +18,7 @@ from mrl.errors import CheckpointError, MRLError
 from mrl.store.checkpoints import SERVED
 from mrl.system.transfers import on_host
 
-GAP_PROBE = "trainer/gap_probe.json"
+MISMATCH_PROBE = "trainer/gap_probe.json"
 """File in a checkpoint."""
 
 
@@ -33,8 +33,8 @@ class Snapshot:
     scheduler: dict[str, Any]
     rng: dict[str, Any]
     copied: bool
-    gap_probe: dict[str, Any] = field(default_factory=dict)
-    """What `GapProbe` knows of the versions up to now."""
+    mismatch_probe: dict[str, Any] = field(default_factory=dict)
+    """What `MismatchProbe` knows of the versions up to now."""
 
     def write(self, folder: Path, served: str | None = None) -> None:
         """Write model, tokenizer, optimizer, schedule and RNG states into `folder`, and the file `served` as it is."""
@@ -43,7 +43,7 @@ class Snapshot:
         torch.save(self.optimizer, folder / "trainer" / "optimizer.pt")
         torch.save(self.scheduler, folder / "trainer" / "scheduler.pt")
         torch.save(self.rng, folder / "trainer" / "rng.pt")
-        (folder / GAP_PROBE).write_text(json.dumps(self.gap_probe))
+        (folder / MISMATCH_PROBE).write_text(json.dumps(self.mismatch_probe))
         if served is not None:
             shutil.copyfile(served, folder / SERVED)
 

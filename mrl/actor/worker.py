@@ -25,12 +25,13 @@ from mrl.actor.micro_batches import CPU_TOKENS, by_count, by_tokens, gpu_tokens
 from mrl.actor.objective import Objective, kl_estimator
 from mrl.actor.optimizer import check_offload, make_optimizer, make_scheduler
 from mrl.actor.publisher import Publisher
-from mrl.actor.snapshot import GAP_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
+from mrl.actor.residence import Residence
+from mrl.actor.snapshot import MISMATCH_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
 from mrl.actor.step_metrics import StepMetrics
 from mrl.algorithms.kl import estimate_kl
 from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
 from mrl.errors import SyncError, TrainingError
-from mrl.mismatch.probe import Comparison, GapEvidence, GapProbe
+from mrl.mismatch import Comparison, MismatchEvidence, MismatchProbe
 from mrl.modeling.compiled import CompiledLayers, try_compiled
 from mrl.modeling.fixed_order import fixed_order
 from mrl.modeling.forward import Forward, evaluating
@@ -40,12 +41,12 @@ from mrl.modeling.rows import Rows, make_rows
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.system.environment import computing_environment
+from mrl.system.machine import machine_id
 from mrl.system.memory import claim, unclaimed
 from mrl.system.threads import submit
 from mrl.system.transfers import fetch, onto
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.weights.hub_names import check_round_trip
-from mrl.weights.network import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,9 +113,11 @@ class ActorWorker:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.parameters, config, self.device)
         self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
+        models = [self.model] if self.reference is None else [self.model, self.reference]
+        self.residence = Residence(models, self.optimizer, self.device)
         self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
+        self.mismatch_probe = MismatchProbe(self.forward, self.algorithm.max_logprob_gap)
         self.micro_batch_tokens = config.max_tokens_per_micro_batch or self._default_tokens()
-        self.gap_probe = GapProbe(self.forward, self.algorithm.max_logprob_gap)
         self.compiled: CompiledLayers | None = None
         notices = self.forward.notices
         if config.torch_compile:
@@ -141,16 +144,16 @@ class ActorWorker:
         """
         self.step += 1
         torch.manual_seed(derive_seed(self.config.seed, "train", self.step))  # dropout
-        comparison = self.gap_probe.begin(self.model, batch.samples)
+        comparison = self.mismatch_probe.begin(self.model, batch.samples)
         try:
             return self._train_on(batch, comparison) if batch.samples else self._pass_over()
         finally:
-            self.gap_probe.end()
+            self.mismatch_probe.end()
 
-    def gap_evidence(self) -> GapEvidence | None:
+    def mismatch_evidence(self) -> MismatchEvidence | None:
         """What the last step found out about its gap to the samplers; None where it was not above
         `max_logprob_gap`."""
-        return self.gap_probe.evidence
+        return self.mismatch_probe.evidence
 
     def reference_logprobs(self, samples: list[Sample], temperature: float) -> list[list[float]]:
         """Logprobs of the samples' tokens under the policy before training, for `Sample.reference_logprobs`; 0 where
@@ -179,9 +182,9 @@ class ActorWorker:
         kl: list[float] = kl_B.tolist()
         return kl
 
-    def host(self) -> str:
-        """The machine it is on."""
-        return machine()
+    def machine(self) -> str:
+        """Which one it is on (`machine_id`)."""
+        return machine_id()
 
     def share_module(self, version: int) -> WeightRef:
         """The live module itself, for workers in this process. An adapter stays active in it. Raises SyncError."""
@@ -191,7 +194,7 @@ class ActorWorker:
                 "every pass through their adapter; use weight_sync_method: reload, or lora_target_modules without the "
                 "experts' layers"
             )
-        self.gap_probe.published(self.model, version, shared=True)
+        self.mismatch_probe.published(self.model, version, shared=True)
         return WeightRef(version, module=self.model)
 
     def write_weights(self, folder: str, version: int, **options: Any) -> WeightRef:
@@ -226,7 +229,7 @@ class ActorWorker:
         self.finish_checkpoint()
         copy = beside and served is None and fits_in_memory_twice(self.model, self.optimizer)
         snapshot = take_snapshot(self.model, self.tokenizer, self.optimizer, self.scheduler, copy=copy)
-        snapshot.gap_probe = self.gap_probe.state()
+        snapshot.mismatch_probe = self.mismatch_probe.state()
         full_state = {**state, "actor": {"step": self.step, "skipped_in_a_row": self.skipped_in_a_row}}
         if not copy:
             write_checkpoint(Path(path), lambda folder: snapshot.write(folder, served), full_state)
@@ -250,8 +253,17 @@ class ActorWorker:
         updates = actor_state["step"] * self.config.num_iterations
         load_snapshot(Path(path), self.model, self.optimizer, self.scheduler, updates=updates)
         self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
-        if (probe := Path(path) / GAP_PROBE).exists():  # older checkpoints have none
-            self.gap_probe.load_state(json.loads(probe.read_text()))
+        if (probe := Path(path) / MISMATCH_PROBE).exists():  # older checkpoints have none
+            self.mismatch_probe.load_state(json.loads(probe.read_text()))
+
+    def leave_device(self) -> None:
+        """Put weights and optimizer state into host memory: another process has the device until `return_to_device`.
+        Checkpoints can be saved meanwhile, nothing computed."""
+        self.residence.leave()
+
+    def return_to_device(self) -> None:
+        """After `leave_device`. Raises TrainingError where the device has no room."""
+        self.residence.come_back()
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""
@@ -268,7 +280,7 @@ class ActorWorker:
         return self.publisher
 
     def _published(self, ref: WeightRef) -> WeightRef:
-        self.gap_probe.published(self.model, ref.version)
+        self.mismatch_probe.published(self.model, ref.version)
         return ref
 
     # --- one update -------------------------------------------------------------------------------------------------
@@ -308,7 +320,7 @@ class ActorWorker:
             self.gradient_norms = dict(zip(norms, values, strict=True))
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         total, grad_norm = metrics.update(loss, norm)
-        self.gap_probe.examine(self.model, parts, metrics.unexplained_gap())
+        self.mismatch_probe.examine(self.model, parts, metrics.unexplained_gap())
         self.model.eval()
         finite = math.isfinite(total) and math.isfinite(grad_norm)
         if finite:

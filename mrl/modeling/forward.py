@@ -100,7 +100,7 @@ class Forward:
 
     def _layout(self, rows: Rows) -> Layout:
         samples = rows.samples
-        slots = [np.nonzero(sample.mask)[0] for sample in samples]  # the masks themselves are on the device
+        slots = [np.flatnonzero(np.asarray(s.mask)) for s in samples]  # the masks in `rows` are on the device
         row_N, slot_N = np.repeat(np.arange(len(slots)), [len(slots_n) for slots_n in slots]), np.concatenate(slots)
         line = None
         if self.packs:
