@@ -12,7 +12,7 @@ from mrl.algorithms.entropy import top_entropy_mask
 from mrl.algorithms.kl import KLEstimator, estimate_kl
 from mrl.algorithms.ratio import importance_ratio
 from mrl.config import AlgorithmConfig
-from mrl.mismatch.correction import importance_weights, log_importance, unexplained_gap, weighed_once
+from mrl.mismatch import importance_weights, log_importance, unexplained_gap, weighed_once
 from mrl.modeling.rows import Rows
 from mrl.types import TrainBatch
 
@@ -120,10 +120,10 @@ class Objective:
         correction = self.config.importance_sampling
         log_weights_BT = log_importance(trainer_BT, part.sampler_logprobs_BT, part.mask_BT, correction)
         once_BT = weighed_once(part.mask_BT, correction)
-        metrics.importance(log_weights_BT[once_BT], None if correction == "none" else correction_BT[once_BT])
+        metrics.importance(log_weights_BT, None if correction == "none" else correction_BT, once_BT)
         if part.compared_BT is not None:
             gap_BT = unexplained_gap(trainer_BT, part.sampler_logprobs_BT, part.cut.largest_gain)
-            metrics.unexplained(gap_BT[part.compared_BT])
+            metrics.unexplained(gap_BT, part.compared_BT)
 
 
 def loss_settings(config: AlgorithmConfig) -> LossSettings:

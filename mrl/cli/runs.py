@@ -24,7 +24,7 @@ from mrl.store.lock import RunLock, is_locked
 from mrl.store.read import RunReader, Split
 from mrl.store.rows import jsonable
 from mrl.store.schema import check_version
-from mrl.system.units import size
+from mrl.system.units import plural, size
 
 LAST_STEPS = 10
 """A single step's reward says little: runs are compared by the mean of so many."""
@@ -75,7 +75,15 @@ def _list(argv: list[str]) -> int:
 def _listed(run: RunSummary) -> list[str]:
     best = "–" if run.best_eval is None else f"{run.best_eval:.3f} (step {run.best_eval_step})"
     age = "–" if run.created is None else _duration(time.time() - run.created)
-    return [run.name, run.status, str(run.steps), _number(run.reward), best, age, size(run.bytes)]
+    return [run.name, _status(run), str(run.steps), _number(run.reward), best, age, size(run.bytes)]
+
+
+def _status(run: RunSummary) -> str:
+    """For people: `running`, `running, no sign of life since 12:03:11`."""
+    if run.silent_since is None:
+        return run.status
+    silent = f"no sign of life since {_clock(run.silent_since)}"
+    return silent if run.status == "unknown" else f"{run.status}, {silent}"
 
 
 def _show(argv: list[str]) -> int:
@@ -85,7 +93,7 @@ def _show(argv: list[str]) -> int:
     summary, config = summarize(folder), _config(folder)
     with RunReader(folder) as reader:
         metrics = reader.metrics(summary.steps)
-        evals = [{"step": row["step"], **reader.metrics(row["step"], "eval")} for row in reader.steps("eval")]
+        evals = [{name: value for name, value in row.items() if name != "time"} for row in reader.metric_rows("eval")]
         events = reader.events()
         counts = {split: reader.count(Filter(split)) for split in _SPLITS}
         failed = {split: reader.count(Filter(split, status="failed")) for split in _SPLITS}
@@ -99,6 +107,7 @@ def _show(argv: list[str]) -> int:
         _print_json({**facts, "metrics": metrics, "evals": evals, "events": events, "config": config})
         return 0
     facts |= {"size": size(facts.pop("bytes")), "rollouts": _per_split(counts), "failed_rollouts": _per_split(failed)}
+    facts |= {"status": _status(summary)} | _shown_progress(facts.pop("progress"), summary.status)
     for name in ("created", "ended"):
         facts[name] = facts[name] and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts[name]))
     _print_pairs({name: value for name, value in facts.items() if value not in (None, [])})
@@ -116,6 +125,33 @@ def _show(argv: list[str]) -> int:
             print(f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))} {event['kind']}: {event['message']}")
     print(f"\nconfiguration: {folder / 'config.yaml'}")
     return 0
+
+
+def _shown_progress(progress: dict[str, Any] | None, status: str) -> dict[str, Any]:
+    """What a run without an end is doing, or was doing when its process was last alive."""
+    if progress is None or status not in ("running", "unknown", "died"):
+        return {}
+    counts = [
+        f"{progress['groups_done']} of {progress['groups_wanted']} groups" if progress["groups_wanted"] else "",
+        f"{progress['tokens']:,} tokens" if progress["tokens"] else "",
+        f"{progress['in_flight']:,} attempts in flight" if progress["in_flight"] else "",
+    ]
+    doing = f"step {progress['step']}: {progress['stage']} for {_duration(progress['heartbeat'] - progress['since'])}"
+    return {
+        "doing": ", ".join([doing, *filter(None, counts)]),
+        "last sign of life": _clock(progress["heartbeat"]),
+        "workers": [_shown_worker(worker) for worker in progress["workers"]],
+    }
+
+
+def _shown_worker(worker: dict[str, Any]) -> str:
+    notes = [
+        "" if worker["alive"] else "does not answer",
+        "" if worker["version"] is None else f"weights of version {worker['version']}",
+        f"replaced {plural(worker['restarts'], 'time')}" if worker["restarts"] else "",
+    ]
+    shown = ", ".join(filter(None, notes))
+    return f"{worker['name']} ({shown})" if shown else worker["name"]
 
 
 # --- compare ----------------------------------------------------------------------------------------------------------
@@ -154,10 +190,10 @@ def _last_metrics(folder: Path) -> dict[str, float]:
     """`steps`, and each metric at the run's end."""
     with RunReader(folder) as reader:
         found: dict[str, float] = {"steps": reader.last_step() or 0}
-        for name in reader.metric_names():
-            found[name] = fmean(value for _, value in reader.series(name)[-LAST_STEPS:])
-        for name in reader.metric_names("eval"):
-            found[name] = reader.series(name, "eval")[-1][1]
+        for name, series in reader.all_series().items():
+            found[name] = fmean(value for _, value in series[-LAST_STEPS:])
+        for name, series in reader.all_series("eval").items():
+            found[name] = series[-1][1]
     return found
 
 
@@ -331,6 +367,12 @@ def _per_split(counts: dict[Split, int]) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else "–" if value is None else str(value)
+
+
+def _clock(moment: float) -> str:
+    """The time of day, and the date where it is another one."""
+    then, now = time.localtime(moment), time.localtime()
+    return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", then)
 
 
 def _duration(seconds: float) -> str:

@@ -138,8 +138,10 @@ class Options(TypedDict, total=False):
     sandbox_memory_mb: int
     # runtime
     backend: str
+    backend_options: dict[str, Any]
     engine: str
     num_rollout_workers: int
+    num_reward_workers: int
     actor_gpu: str
     rollout_gpu: str
     weight_sync_method: str

@@ -10,6 +10,14 @@ Sources by name ("tiny-code", "name:argument") are an open set: one file, one li
 from mrl.data.load import load_rows, load_tasks
 from mrl.data.order import TaskOrder
 from mrl.data.sources import DATASETS, DatasetSource
-from mrl.data.tasks import check_columns, check_prompt_lengths
+from mrl.data.tasks import check_prompt_lengths, require_columns
 
-__all__ = ["DATASETS", "DatasetSource", "TaskOrder", "check_columns", "check_prompt_lengths", "load_rows", "load_tasks"]
+__all__ = [
+    "DATASETS",
+    "DatasetSource",
+    "TaskOrder",
+    "check_prompt_lengths",
+    "load_rows",
+    "load_tasks",
+    "require_columns",
+]

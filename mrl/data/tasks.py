@@ -71,7 +71,7 @@ def rows_to_tasks(rows: list[Row], where: str) -> list[Task]:
     return tasks
 
 
-def check_columns(tasks: Sequence[Task], needed: Iterable[str], why: str) -> None:
+def require_columns(tasks: Sequence[Task], needed: Iterable[str], why: str) -> None:
     """Refuse tasks that lack a column, or have None in it.
 
     why: who needs it, for the message, e.g. "the code reward". Raises DataError naming row, task and column.

@@ -42,7 +42,7 @@ def metric_names(config: OrchestratorConfig, rewards: Sequence[Reward], *, evalu
 
 
 def rollout_names(rewards: Sequence[Reward], prefix: str = "reward") -> set[str]:
-    """Of rollouts that were scored. prefix: as `mrl.experience.batch.rollout_metrics` takes it."""
+    """Of rollouts that were scored. prefix: as `mrl.experience.metrics.rollout_metrics` takes it."""
     where = "rollout" if prefix == "reward" else prefix
     names = {f"{prefix}/{what}" for what in ("mean", "std", "pass_rate", "zero_variance_groups")}
     names |= {f"{prefix}/{reward.name}/{what}" for reward in rewards for what in ("mean", "std")}

@@ -1,21 +1,37 @@
-"""What is added to rewards before advantages are taken, and which groups teach anything."""
+"""What is added to rewards before advantages are taken: terms for length, and for leaving the reference model.
+
+A term is noted in `Rollout.metrics`, beside the reward, which stays what the reward functions gave.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Awaitable, Callable
 
 from mrl.algorithms.shaping import length_rewards, soft_overlong_punishment
 from mrl.config import OrchestratorConfig
+from mrl.experience.groups import is_scored, kept_groups
 from mrl.experience.stats import PASS
-from mrl.types import Group, Rollout
+from mrl.types import Group, Rollout, Sample
 
-OVERLONG, LENGTH, KL = "shaping/overlong", "shaping/length", "shaping/kl"
-"""Terms in `Rollout.metrics`, where they are recorded beside the reward, which stays what the functions gave."""
+OVERLONG, LENGTH, KL = TERMS = ("shaping/overlong", "shaping/length", "shaping/kl")
+
+AskKL = Callable[[list[Sample]], Awaitable[list[float]]]
+"""Gives the KL of each sample to the reference model, in nats."""
 
 
-def is_scored(rollout: Rollout) -> bool:
-    """Whether it was generated and has a reward."""
-    return rollout.status == "ok" and rollout.reward is not None and bool(rollout.samples)
+async def shape(groups: list[Group], config: OrchestratorConfig, reference_kl: AskKL) -> None:
+    """Note every term that is configured, on the rollouts that have a reward. The one place where rewards are shaped.
+
+    A rollout whose divergence from the reference model is not finite is marked failed.
+    """
+    algorithm = config.algorithm
+    if algorithm.soft_punish_cache or algorithm.length_penalty:
+        _shape_by_length(groups, config)
+    if algorithm.beta and algorithm.kl_in == "reward":
+        scored = [r for group in kept_groups(groups, config) for r in group.rollouts if is_scored(r)]
+        kl = await reference_kl([sample for rollout in scored for sample in rollout.samples])
+        _shape_by_kl(scored, kl, algorithm.beta)
 
 
 def shaped_reward(rollout: Rollout) -> float:
@@ -26,11 +42,10 @@ def shaped_reward(rollout: Rollout) -> float:
 
 def shaping(rollout: Rollout) -> float:
     """What was added to the reward."""
-    return sum(rollout.metrics.get(term, 0.0) for term in (OVERLONG, LENGTH, KL))
+    return sum(rollout.metrics.get(term, 0.0) for term in TERMS)
 
 
-def shape_by_length(groups: list[Group], config: OrchestratorConfig) -> None:
-    """Note the length terms that are configured on every scored rollout."""
+def _shape_by_length(groups: list[Group], config: OrchestratorConfig) -> None:
     algorithm = config.algorithm
     for group in groups:
         rollouts = [rollout for rollout in group.rollouts if is_scored(rollout)]
@@ -48,11 +63,9 @@ def shape_by_length(groups: list[Group], config: OrchestratorConfig) -> None:
                 rollout.metrics[LENGTH] = algorithm.length_penalty * score
 
 
-def teaches(group: Group, reads: Literal["reward", "rewards", "steps"] = "reward") -> bool:
-    """Whether the group's scored rollouts differ in what the advantage reads, before shaping."""
-    seen = set()
-    for rollout in group.rollouts:
-        if is_scored(rollout):
-            parts = {"reward": (), "rewards": tuple(rollout.rewards.items()), "steps": tuple(rollout.step_rewards)}
-            seen.add((rollout.reward, parts[reads]))
-    return len(seen) > 1
+def _shape_by_kl(rollouts: list[Rollout], kl_by_sample: list[float], beta: float) -> None:
+    values = iter(kl_by_sample)
+    for rollout in rollouts:
+        rollout.metrics[KL] = -beta * sum(next(values) for _ in rollout.samples)
+        if not math.isfinite(rollout.metrics[KL]):
+            rollout.fail("its divergence from the reference model (kl_in: reward) is not finite")

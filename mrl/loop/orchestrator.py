@@ -9,7 +9,6 @@ modes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,42 +16,48 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import WorkerHandle
-from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
-from mrl.experience.batch import check_failures, make_batch, rollout_metrics, shaping_metrics, teaching_groups
-from mrl.experience.shaping import KL, is_scored, shape_by_length
+from mrl.experience.batch import make_batch
+from mrl.experience.failures import check_failures
+from mrl.experience.groups import is_scored, kept_groups
+from mrl.experience.metrics import rollout_metrics, shaping_metrics
+from mrl.experience.reference import add_reference_logprobs
+from mrl.experience.shaping import shape
 from mrl.loop.checkpointing import Checkpointing
 from mrl.loop.collector import Collector
 from mrl.loop.colocate import Colocation
 from mrl.loop.preflight import Prepared, check_disk, colocated_places, prepare, total_steps
 from mrl.loop.producer import Producer
-from mrl.loop.progress import showing_progress
+from mrl.loop.progress import WorkerWatch
 from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Taken
 from mrl.loop.schedule_modes import make_scheduler
-from mrl.loop.spawning import make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
+from mrl.loop.spawning import ACTOR, make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.loop.task_batch import staleness
-from mrl.mismatch.watch import GapWatch
+from mrl.mismatch import MismatchWatch
+from mrl.rewards.combine import mean_metrics
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
-from mrl.types import Group, WeightRef, derive_seed
+from mrl.types import Group, Sample, WeightRef, derive_seed
 from mrl.workers.pool import RolloutPool
-from mrl.workers.scoring import TrainerState, mean_of_rounds
+from mrl.workers.scoring import TrainerState
 
 
 class Orchestrator(RecordedRun):
     """mrl's own loop."""
 
-    scratch = "weights"
+    working_folder = "weights"
+    trains = ACTOR
     prepared: Prepared
 
-    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
-        super().__init__(config, run_dir, resume=resume)
+    def _reset(self) -> None:
+        super()._reset()
+        self.sync = make_sync(self.config, self.run_dir / self.working_folder)
         self.version = 0
         self.seconds: dict[str, float] = {}
-        self.gap_watch = GapWatch(config, self._note)
+        self.mismatch_watch = MismatchWatch(self.config, self._note)
         self.boundary: dict[str, Any] | None = None
         """What training goes on from after the last whole step, while what is under way may be given up."""
         self.evaluation_due = False
@@ -63,7 +68,6 @@ class Orchestrator(RecordedRun):
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
         await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
-        self.sync = make_sync(self.config, self.run_dir / self.scratch)
 
     async def _train(self) -> None:
         facts = await self._unless_stopped(self._start_workers())
@@ -71,7 +75,9 @@ class Orchestrator(RecordedRun):
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_scheduler()
         try:
-            await self._loop()
+            watch = WorkerWatch(lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers])
+            async with self.progress.watching(self._look, watch):
+                await self._loop()
         finally:
             await self.scheduler.close()
 
@@ -112,7 +118,7 @@ class Orchestrator(RecordedRun):
             last = self.step == self.total_steps
             if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
-            due = training.save_steps and self.step % training.save_steps == 0 and not self.gap_watch.in_a_row
+            due = training.save_steps and self.step % training.save_steps == 0 and not self.mismatch_watch.in_a_row
             if due and not last and not self.stopping:
                 await self._checkpoint(last=False)
 
@@ -135,18 +141,18 @@ class Orchestrator(RecordedRun):
         groups: list[Group] = []
         taken: Taken | None = None
         metrics: dict[str, float] = {}
+        self.progress.begin("generating", self.step, self.scheduler.sizes[self.step])
         try:
             with self._timed("wait"):
-                async with showing_progress(self.trackers, self.workers, self._generates):
-                    taken = await self._take()
+                taken = await self._take()
             groups = taken.groups
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
             async with self.colocation.training(self.scheduler.drain, syncs=self._just_synced()):
                 with self._timed("reference"):
-                    await self.producer.add_reference_logprobs(groups)
-                await self._shape(groups)
+                    await add_reference_logprobs(groups, self.config, self.actor)
+                    await shape(groups, self.config, self._reference_kl)
                 metrics |= shaping_metrics(groups, self.config)
                 metrics |= await self._learn(groups)
             self.watch.look(self.step, groups)
@@ -158,7 +164,7 @@ class Orchestrator(RecordedRun):
         self._write_step(start, metrics, [*groups, *taken.dropped])
         self.trackers.log(self.step, metrics)
         self._show_completions(groups)
-        self.gap_watch.stop()
+        self.mismatch_watch.stop()
         return metrics
 
     def _write_step(self, start: float, metrics: dict[str, float], recorded: list[Group]) -> None:
@@ -171,7 +177,7 @@ class Orchestrator(RecordedRun):
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
-        metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_of_rounds(taken.logged)}
+        metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_metrics(taken.logged)}
         if self.config.algorithm.zero_variance_groups == "resample":
             metrics["rollout/resamples"] = float(taken.resamples)
         if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:
@@ -180,39 +186,28 @@ class Orchestrator(RecordedRun):
             metrics["rollout/in_flight_groups"] = float(self.scheduler.in_flight())
         return metrics
 
-    async def _shape(self, groups: list[Group]) -> None:
-        """What is added to the rewards: for length, and the divergence from the reference model."""
-        algorithm = self.config.algorithm
-        shape_by_length(groups, self.config)
-        if not algorithm.beta or algorithm.kl_in != "reward":
-            return
-        scored = [r for group in teaching_groups(groups, self.config) for r in group.rollouts if is_scored(r)]
-        samples = [sample for rollout in scored for sample in rollout.samples]
-        with self._timed("reference"):
-            kl = iter(await self.actor.call("reference_kl", samples, self.config.generation.temperature))
-        for rollout in scored:
-            rollout.metrics[KL] = -algorithm.beta * sum(next(kl) for _ in rollout.samples)
-            if not math.isfinite(rollout.metrics[KL]):
-                rollout.fail("its divergence from the reference model (kl_in: reward) is not finite")
+    async def _reference_kl(self, samples: list[Sample]) -> list[float]:
+        kl: list[float] = await self.actor.call("reference_kl", samples, self.config.generation.temperature)
+        return kl
 
     async def _learn(self, groups: list[Group]) -> dict[str, float]:
         batch = make_batch(groups, self.config)
         if not batch.num_tokens:
             self.watch.no_update(self.step, groups, batch)
-        self.trackers.phase("training")
+        self.progress.stage("training")
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
         if metrics["train/updates_skipped"]:
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
-        await self.gap_watch.look(self.step, metrics, self.actor, self.workers)
+        await self.mismatch_watch.look(self.step, metrics, self.actor, self.workers)
         if self._just_synced() and self.stopping:
             self.version += 1  # nobody samples with them any more, and a resumed run sends them first
         elif self._just_synced():
             if not self.config.overlap.in_flight:
                 with self._timed("wait"):
                     await self.scheduler.drain()
-            self.trackers.phase("sending weights")
+            self.progress.stage("syncing")
             with self._timed("sync"):
                 self.version += 1
                 report = await self.policy.sync(self.sync, self.actor, self.version)
@@ -229,9 +224,12 @@ class Orchestrator(RecordedRun):
     async def _attempt_held_out(self) -> None:
         start = perf_counter()
         seed = derive_seed(self.config.training.seed, "eval")
-        async with showing_progress(self.trackers, self.workers, lambda: True, "evaluating"):
-            state = TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=None)
-            groups = (await self.collector.collect(self.prepared.eval_tasks, 1, seed=seed, state=state)).groups
+        tasks = self.prepared.eval_tasks
+        state = TrainerState(global_step=self.step, max_steps=self.total_steps, epoch=None)
+        self.progress.begin("evaluating", self.step, len(tasks))
+        self.held_out: list[Group] = []
+        collected = await self.collector.collect(tasks, 1, seed=seed, state=state, finished=self.held_out.append)
+        groups = collected.groups
         metrics = rollout_metrics(groups, self.config, prefix="eval")
         self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self.eval_metrics["time/eval"] = perf_counter() - start
@@ -251,7 +249,7 @@ class Orchestrator(RecordedRun):
             await self._checkpoint(last=True)
 
     async def _checkpoint(self, *, last: bool) -> None:
-        self.trackers.phase("saving")
+        self.progress.stage("saving")
         if self.boundary is None:
             await self.scheduler.finish_begun()
         state = (self.boundary or self._state()) | {
@@ -269,7 +267,7 @@ class Orchestrator(RecordedRun):
             "policy_version": self.version,
             "order": self.order.state_dict(),
             "random": random_state(),
-            "gap_in_a_row": self.gap_watch.in_a_row,
+            "gap_in_a_row": self.mismatch_watch.in_a_row,
             "in_flight": self.scheduler.state_dict(),
         }
 
@@ -284,7 +282,7 @@ class Orchestrator(RecordedRun):
             return await spawn_rollout(self.backend, config, length, index)
 
         self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
-        self.rewards: WorkerHandle = await spawn_rewards(self.backend, config)
+        self.rewards = await spawn_rewards(self.backend, config, self._note)
         self.policy = RolloutPool(
             self.workers,
             prepared.max_model_len,
@@ -306,16 +304,17 @@ class Orchestrator(RecordedRun):
         facts["repeatable_sampling"] = config.serving.samples_repeatably(config.runtime.engine)
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
         if self.point is not None:
-            await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
+            await self.actor.call("load_checkpoint", await self.backend.put(self.point.checkpoint.path))
         await self._first_sync()
         await self.policy.introduce()
         return facts
 
     async def _first_sync(self) -> None:
         """Give the rollout workers the weights they served when the checkpoint was written, or those of the start."""
-        self.served = None if self.point is None else self.point.checkpoint.path / SERVED
-        if self.served is None or not self.served.exists():
-            self.served = None
+        self.served: Path | None = None
+        if self.point is not None and (self.point.checkpoint.path / SERVED).exists():
+            self.served = Path(await self.backend.put(self.point.checkpoint.path)) / SERVED
+        if self.served is None:
             await self.policy.sync(self.sync, self.actor, self.version)
             return
         await self.colocation.give_device()
@@ -337,7 +336,7 @@ class Orchestrator(RecordedRun):
             self.producer.produce,
             total_steps=self.total_steps,
             step=self.step,
-            has_signal=(lambda group: bool(teaching_groups([group], config))) if resamples else (lambda group: True),
+            has_signal=(lambda group: bool(kept_groups([group], config))) if resamples else (lambda group: True),
             max_resamples=config.algorithm.max_resamples if resamples else 0,
         )
         if self.point is None:
@@ -347,13 +346,23 @@ class Orchestrator(RecordedRun):
         order.load_state_dict(mine | kept)
         set_random_state(self.point.state["random"])
         self.scheduler.load_state_dict(self.point.checkpoint.in_flight, tasks)
-        self.gap_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
+        self.mismatch_watch.in_a_row = self.point.state.get("gap_in_a_row", 0)
 
     # --- small things -----------------------------------------------------------------------------------------------
 
-    def _generates(self) -> bool:
-        """Whether anything is being sampled, rather than scored."""
-        return self.scheduler.generating()
+    def _look(self) -> None:
+        """What is under way now, for those who watch the run."""
+        facts = self.progress.facts
+        facts.in_flight = self.collector.runner.in_flight
+        if facts.stage in ("generating", "scoring"):
+            self.progress.stage("generating" if self.scheduler.generating() else "scoring")
+            attempted = self.scheduler.attempted(self.step)
+        elif facts.stage == "evaluating":
+            attempted = self.held_out
+        else:
+            return
+        scored = sum(all(is_scored(r) or r.status == "failed" for r in group.rollouts) for group in attempted)
+        facts.groups_done = min(scored, facts.groups_wanted)
 
     def _just_synced(self) -> bool:
         return self.step % self.config.runtime.sync_weights_every == 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig, RewardConfig
-from mrl.data import check_columns, check_prompt_lengths, load_rows
+from mrl.data import check_prompt_lengths, load_rows, require_columns
 from mrl.data.load import Loaded
 from mrl.data.tasks import Row, rows_to_tasks
 from mrl.engines import ENGINES
@@ -18,6 +18,7 @@ from mrl.engines.vllm import devices as vllm_devices
 from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
+from mrl.loop.resources import actor_resources, check_place, reward_resources, rollout_resources
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts import ROLLOUT_SOURCES, check_source
 from mrl.rollouts.prompts import PromptEncoder
@@ -61,6 +62,7 @@ class Counts:
 def prepare(config: OrchestratorConfig) -> Prepared:
     """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
     check_names(config)
+    check_place(config, actor_resources(config), rollout_resources(config), reward_resources())
     _let_source_score(config)
     if config.generation.temperature == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
@@ -142,13 +144,14 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
 def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
     """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
     check_names(config)
+    check_place(config, rollout_resources(config), reward_resources())
     _let_source_score(config)
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
     check_rewards(rewards, tasks)
     if by is not None:
-        check_columns(tasks, [by], "by: breaking the results down")
+        require_columns(tasks, [by], "by: breaking the results down")
     return _with_model(config, tasks, [], Counts(of(len(tasks), all_tasks), "0"), rewards)
 
 

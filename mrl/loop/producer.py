@@ -8,10 +8,11 @@ from time import perf_counter
 
 from mrl.backends import WorkerHandle
 from mrl.config import OrchestratorConfig
-from mrl.experience.batch import check_failures, check_steps, reference_samples
+from mrl.experience.failures import check_failures, check_step_rewards
+from mrl.experience.reference import add_reference_logprobs
 from mrl.loop.collector import Collector
 from mrl.loop.schedule import TaskBatch
-from mrl.types import Group, Sample, Task, derive_seed
+from mrl.types import Group, Task, derive_seed
 from mrl.workers.scoring import TrainerState
 
 
@@ -37,7 +38,7 @@ class Producer:
 
         async def reference(groups: list[Group]) -> None:
             start = perf_counter()
-            await self._add_reference_logprobs(reference_samples(groups, self.config))
+            await add_reference_logprobs(groups, self.config, self.actor)
             batch.seconds["reference"] = perf_counter() - start
 
         # With `colocate` vLLM has the device now, and the actor is asked once it is its turn.
@@ -50,21 +51,10 @@ class Producer:
             state=state,
             generated=sampled,
             beside_scoring=reference if asks_reference else None,
+            finished=batch.attempted.append,
         )
         batch.logged += done.logged
         batch.seconds |= done.seconds
-        check_steps(batch.groups, self.config)
+        check_step_rewards(batch.groups, self.config)
         if self.config.algorithm.zero_variance_groups == "resample" and not self.config.overlap.by_group:
             check_failures(batch.groups, self.config, batch.step)  # more of what cannot be scored does not help
-
-    async def add_reference_logprobs(self, groups: list[Group]) -> None:
-        """Where a KL term needs them and they are not known yet; all at once, since the last bits depend on that."""
-        samples = reference_samples(groups, self.config)
-        await self._add_reference_logprobs([sample for sample in samples if sample.reference_logprobs is None])
-
-    async def _add_reference_logprobs(self, samples: list[Sample]) -> None:
-        if not samples:
-            return
-        found = await self.actor.call("reference_logprobs", samples, self.config.generation.temperature)
-        for sample, logprobs in zip(samples, found, strict=True):
-            sample.reference_logprobs = logprobs

@@ -1,55 +1,150 @@
-"""What a run waits for, shown while it waits: tokens sampled so far, then scoring."""
+"""What a run is doing: one set of facts, for the run's record, where another process reads it, and for the display.
+
+The loop says what stage it is in. What changes within a stage (groups, tokens, attempts, workers) is looked at twice a
+second, in the event loop, while the work goes on elsewhere.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from mrl.backends import WorkerHandle
-from mrl.errors import MRLError
+from mrl.store.progress import Progress, WorkerHealth
+from mrl.store.run import RunStore
 from mrl.tracking import TrackerSet
 
 EVERY_SECONDS = 0.5
 
 
-@contextlib.asynccontextmanager
-async def showing_progress(
-    trackers: TrackerSet, workers: Sequence[WorkerHandle], generates: Callable[[], bool], name: str = "generating"
-) -> AsyncIterator[None]:
-    """Within it, trackers that show phases are told `name` with the tokens sampled since, or `scoring`.
+class RunProgress:
+    """The facts of one run, and who is told of them: the trackers that show them, and, once it is open, the store."""
 
-    generates: whether anything is being sampled now.
+    def __init__(self, trackers: TrackerSet) -> None:
+        self.facts = Progress()
+        self.trackers = trackers
+        self.store: RunStore | None = None
+        self._detail = ""
+
+    def record(self, store: RunStore, step: int) -> None:
+        """From now on in the store, too. step: the last one that is done."""
+        self.store, self.facts.step = store, step
+        store.report(self.facts)
+
+    def begin(self, stage: str, step: int, groups_wanted: int) -> None:
+        """A step, or an evaluation: groups and tokens count from 0."""
+        self.facts.step, self.facts.groups_wanted = step, groups_wanted
+        self.facts.groups_done = self.facts.tokens = 0
+        self.stage(stage)
+
+    def stage(self, name: str, detail: str = "") -> None:
+        """What the run does from now on. detail: for the display, in the place of counts."""
+        if name != self.facts.stage:
+            self.facts.stage, self.facts.since = name, time.time()
+        self._detail = detail
+        self.tell()
+
+    def tell(self) -> None:
+        """The facts have changed."""
+        self.trackers.phase(self.facts.stage, self._detail or shown_counts(self.facts))
+        if self.store is not None:
+            self.store.report(self.facts)
+
+    @contextlib.asynccontextmanager
+    async def watching(self, look: Callable[[], None], workers: WorkerWatch) -> AsyncIterator[None]:
+        """Within it, `look` brings the facts up to date twice a second, and the workers are asked how they are."""
+        watching = asyncio.create_task(self._watch(look, workers))
+        try:
+            yield
+        finally:
+            watching.cancel()
+            workers.close()
+            # What somebody who only looks stumbles over is no reason to lose a run.
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch(self, look: Callable[[], None], workers: WorkerWatch) -> None:
+        while True:
+            self.facts.tokens += workers.look()
+            self.facts.workers = workers.health()
+            look()
+            self.tell()
+            await asyncio.sleep(EVERY_SECONDS)
+
+
+def shown_counts(facts: Progress) -> str:
+    """Groups and tokens so far, in stages that have any: `3/8 groups, 12,345 tokens`."""
+    if facts.stage not in ("generating", "evaluating"):
+        return ""
+    groups = f"{facts.groups_done}/{facts.groups_wanted} groups" if facts.groups_done else ""
+    tokens = f"{facts.tokens:,} tokens" if facts.tokens else ""
+    return ", ".join(part for part in (groups, tokens) if part)
+
+
+@dataclass
+class _Place:
+    """The worker in one place, which may be replaced by another."""
+
+    handle: WorkerHandle
+    health: WorkerHealth
+    sampled: int | None = None
+    """Tokens its engine had sampled in all when it last answered."""
+    asking: asyncio.Task[None] | None = None
+
+
+class WorkerWatch:
+    """Asks rollout workers for the version they serve and the tokens they have sampled, each once at a time: one that
+    does not answer is neither asked again nor waited for.
+
+    rollout: the live ones by place. others: workers that serve no policy.
     """
-    trackers.phase(name)
-    if not trackers.shows_phases:
-        yield
-        return
-    telling = asyncio.create_task(_tell(trackers, workers, generates, name))
-    try:
-        yield
-    finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)  # what a display stumbles over is no reason to lose a run
 
+    def __init__(self, rollout: Callable[[], Sequence[WorkerHandle]], others: Callable[[], Sequence[WorkerHandle]]):
+        self.rollout, self.others = rollout, others
+        self._places: dict[str, _Place] = {}
+        self._sampled = 0
 
-async def _tell(
-    trackers: TrackerSet, workers: Sequence[WorkerHandle], generates: Callable[[], bool], name: str
-) -> None:
-    before = await _sampled(workers)
-    while True:
-        await asyncio.sleep(EVERY_SECONDS)
-        if not generates():
-            trackers.phase("scoring")
-            continue
-        tokens = await _sampled(workers) - before
-        trackers.phase(name, f"{tokens:,} tokens" if tokens > 0 else "")
+    def look(self) -> int:
+        """Ask everybody who has answered. Returns the tokens sampled since the last look, as far as they are known."""
+        for handle in self.rollout():
+            self._ask(handle, "progress")
+        for handle in self.others():
+            self._ask(handle, None)
+        sampled, self._sampled = self._sampled, 0
+        return sampled
 
+    def health(self) -> list[WorkerHealth]:
+        """Of every worker, as it was when it last answered."""
+        return [place.health for place in self._places.values()]
 
-async def _sampled(workers: Sequence[WorkerHandle]) -> int:
-    """Tokens that the workers' engines have sampled in all, as far as they count them."""
-    total = 0
-    for worker in list(workers):
-        with contextlib.suppress(MRLError):  # it is gone, or being replaced: whoever uses it deals with that
-            total += await worker.call("sampled_tokens") or 0
-    return total
+    def close(self) -> None:
+        """Wait for no answer any more."""
+        for place in self._places.values():
+            if place.asking is not None:
+                place.asking.cancel()
+
+    def _ask(self, handle: WorkerHandle, method: str | None) -> None:
+        place = self._places.setdefault(handle.name, _Place(handle, WorkerHealth(handle.name)))
+        if place.handle is not handle:
+            self._places[handle.name] = place = _Place(handle, place.health, sampled=0)
+            place.health.restarts += 1
+        if place.asking is None or place.asking.done():
+            place.asking = asyncio.create_task(self._answer(place, method))
+
+    async def _answer(self, place: _Place, method: str | None) -> None:
+        try:
+            if method is None:
+                place.health.alive = await place.handle.alive()
+                return
+            answer: dict[str, Any] = await place.handle.call(method)
+        except Exception:  # it is gone, being replaced or worse: whoever works with it deals with that
+            place.health.alive = False
+            return
+        place.health.alive, place.health.version = True, answer["version"]
+        sampled: int | None = answer["sampled_tokens"]
+        if sampled is not None:
+            self._sampled += sampled - (sampled if place.sampled is None else place.sampled)
+            place.sampled = sampled

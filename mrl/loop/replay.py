@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import CheckpointError, ConfigError
-from mrl.experience.batch import make_batch, reference_samples
+from mrl.experience.batch import make_batch
+from mrl.experience.reference import reference_samples, set_reference_logprobs
 from mrl.loop.resume import is_description, stored_options
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.filters import Filter
@@ -128,8 +129,7 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
             changed |= dict.fromkeys(differences(environments[number], environment))
             groups = _groups(run, number)
             samples = reference_samples(groups, config)  # all at once, as the run did: the last bits depend on it
-            for sample, logprobs in zip(samples, actor.reference_logprobs(samples, temperature), strict=True):
-                sample.reference_logprobs = logprobs
+            set_reference_logprobs(samples, actor.reference_logprobs(samples, temperature))
             metrics = actor.train_step(make_batch(groups, config))
     shown = [Difference(name, recorded[step][name], value) for name, value in metrics.items() if name in recorded[step]]
     norms = dict(sorted(actor.gradient_norms.items(), key=lambda item: -item[1]))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mrl.algorithms import ADVANTAGES
 from mrl.config import OrchestratorConfig
-from mrl.experience.causes import cause_key, group_causes, in_one_line
-from mrl.experience.shaping import PASS, is_scored, teaches
+from mrl.experience.failures import cause_key, group_causes, in_one_line
+from mrl.experience.groups import has_signal, is_scored
+from mrl.experience.stats import PASS
 from mrl.store.find import shortest_name
 from mrl.store.read import RunReader
 from mrl.system.shell import command
@@ -106,7 +107,7 @@ class RunWatch:
         constant = _constant([rollout.reward for rollout in scored if rollout.reward is not None])
         # An advantage that takes its baseline from the whole batch learns from groups that agree.
         learns = constant is None and any(rollout.advantage for rollout in scored)
-        if learns or any(teaches(group, self._reads) for group in groups):
+        if learns or any(has_signal(group, self._reads) for group in groups):
             self._alike = 0
             self._tallies.pop("alike", None)
             return

@@ -88,6 +88,8 @@ class Scheduler(ABC):
         """Tasks drawn for each step to come."""
         self.batches: list[TaskBatch] = []
         """Drawn and not handed out yet, in order."""
+        self.taking: list[TaskBatch] = []
+        """What the step that waits has so far."""
         self.dropped: list[Group] = []
         self.counts = _no_counts()
         self.draws_again = self.endings = 0
@@ -109,7 +111,7 @@ class Scheduler(ABC):
 
         Raises what `produce` raised. Cancelled, it takes nothing.
         """
-        taken: list[TaskBatch] = []
+        taken = self.taking = []
         try:
             resamples = await self._take(step, version, taken)
         except asyncio.CancelledError:
@@ -137,6 +139,11 @@ class Scheduler(ABC):
     def generating(self) -> bool:
         """Whether anything is being sampled, rather than scored."""
         return any(batch.stage == "generating" for batch in self.batches)
+
+    def attempted(self, step: int) -> list[Group]:
+        """Groups whose attempts have ended, of those that the step waiting for its groups may train on."""
+        batches = [*self.taking, *(batch for batch in self.batches if self._is_for(batch, step))]
+        return [group for batch in batches for group in batch.groups or batch.attempted]
 
     def in_flight(self) -> int:
         """Groups that were begun and that no step has taken."""
@@ -189,6 +196,10 @@ class Scheduler(ABC):
     @abstractmethod
     def _may_begin(self) -> list[TaskBatch]:
         """Waiting batches whose time has come."""
+
+    @abstractmethod
+    def _is_for(self, batch: TaskBatch, step: int) -> bool:
+        """Whether a step may take it, once it is done."""
 
     @abstractmethod
     def _ready(self, step: int) -> list[TaskBatch]:

@@ -41,6 +41,9 @@ class WholeBatches(Scheduler):
     def _may_begin(self) -> list[TaskBatch]:
         return [batch for batch in self._waiting() if batch.step <= self._limit()]
 
+    def _is_for(self, batch: TaskBatch, step: int) -> bool:
+        return batch.step == step
+
     def _ready(self, step: int) -> list[TaskBatch]:
         return [batch for batch in self.batches if batch.stage == "done" and batch.step == step]
 
@@ -92,6 +95,9 @@ class SingleTasks(Scheduler):
                 early += 1
             found.append(batch)
         return found
+
+    def _is_for(self, batch: TaskBatch, step: int) -> bool:
+        return True
 
     def _ready(self, step: int) -> list[TaskBatch]:
         """The oldest first, before they are too old."""

@@ -29,6 +29,8 @@ class TaskBatch:
     again: int = 0
     """Above 0: drawn in the place of a group, or once more for the same step; part of its seed."""
     groups: list[Group] = field(default_factory=list)
+    attempted: list[Group] = field(default_factory=list, repr=False)
+    """Those whose attempts have ended, in that order, for who watches: `groups` has them when all have."""
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """What reward functions logged, with the number of rollouts."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from mrl.algorithms.sampler_fits import Fit
 from mrl.config import GenerationConfig
-from mrl.mismatch.probe import GapEvidence
+from mrl.mismatch.probe import MismatchEvidence
 
 EXPLAINS = 0.35
 """A temperature or a cut is named when at most this share of the gap is left under it."""
@@ -45,7 +45,7 @@ class Cause:
     text: str
 
 
-def find_causes(evidence: GapEvidence, views: Sequence[WorkerView], asked: GenerationConfig) -> list[Cause]:
+def find_causes(evidence: MismatchEvidence, views: Sequence[WorkerView], asked: GenerationConfig) -> list[Cause]:
     """What explains the gap, the likeliest first; [] where nothing that was tried does.
 
     asked: how the samplers were told to sample. Weights come first, because moved weights may look a little like
@@ -59,7 +59,7 @@ def find_causes(evidence: GapEvidence, views: Sequence[WorkerView], asked: Gener
     return [rounding] if rounding else []
 
 
-def _other_weights(evidence: GapEvidence, view: WorkerView) -> Cause | None:
+def _other_weights(evidence: MismatchEvidence, view: WorkerView) -> Cause | None:
     """Whether the worker scores known sequences otherwise than the version does that it says it serves."""
     if view.logprobs is None or view.version not in evidence.scores:
         return None
@@ -82,14 +82,14 @@ def _other_weights(evidence: GapEvidence, view: WorkerView) -> Cause | None:
     )
 
 
-def _fitting(evidence: GapEvidence) -> list[Fit]:
+def _fitting(evidence: MismatchEvidence) -> list[Fit]:
     """The temperature and the cut that fit, the better one first; the other only where it fits about as well."""
     fits = sorted((evidence.temperature, evidence.cut), key=lambda fit: fit.residual)
     enough = min(EXPLAINS * evidence.gap, 3 * fits[0].residual + AGREES)
     return [fit for fit in fits if fit.residual <= enough and math.isfinite(enough)]
 
 
-def _other_sampling(fit: Fit, evidence: GapEvidence, asked: GenerationConfig) -> Cause:
+def _other_sampling(fit: Fit, evidence: MismatchEvidence, asked: GenerationConfig) -> Cause:
     explained = f"(explains {1 - fit.residual / evidence.gap:.0%} of the gap)"
     advice = f"Set {fit.name} to what the engine does, or change that: vllm_args, or a server's generation_config"
     value = getattr(asked, fit.name)
@@ -106,7 +106,7 @@ def _other_sampling(fit: Fit, evidence: GapEvidence, asked: GenerationConfig) ->
     )
 
 
-def _rounding(evidence: GapEvidence, views: Sequence[WorkerView]) -> Cause | None:
+def _rounding(evidence: MismatchEvidence, views: Sequence[WorkerView]) -> Cause | None:
     """Differences without direction, of the size that another precision makes."""
     if evidence.gap > ROUNDING * evidence.rounding or abs(evidence.signed_gap) > 0.7 * evidence.gap:
         return None
@@ -120,7 +120,7 @@ def _rounding(evidence: GapEvidence, views: Sequence[WorkerView]) -> Cause | Non
     )
 
 
-def all_causes(evidence: GapEvidence, asked: GenerationConfig) -> list[Cause]:
+def all_causes(evidence: MismatchEvidence, asked: GenerationConfig) -> list[Cause]:
     """Nothing fits: what to look at."""
     moved = Cause(
         "fast updates",

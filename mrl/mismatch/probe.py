@@ -49,7 +49,7 @@ class Comparison:
 
 
 @dataclass
-class GapEvidence:
+class MismatchEvidence:
     """What the actor can say of a step whose gap is too large. Plain data."""
 
     gap: float
@@ -71,7 +71,7 @@ class GapEvidence:
     """Their logprobs at temperature 1, one after the other, by version."""
 
 
-class GapProbe:
+class MismatchProbe:
     """Belongs to one actor. limit: `max_logprob_gap`; None = nothing is compared or kept.
 
     version: of the weights as they were published last; None once they have moved on.
@@ -80,7 +80,7 @@ class GapProbe:
     def __init__(self, forward: Forward, limit: float | None) -> None:
         self.forward, self.limit = forward, limit
         self.version: int | None = None
-        self.evidence: GapEvidence | None = None
+        self.evidence: MismatchEvidence | None = None
         self.probe: list[Sample] = []
         self.scores: dict[int, list[float]] = {}
         self.comparison = Comparison()
@@ -147,7 +147,7 @@ class GapProbe:
         for version in sorted(self.scores)[1:-KEPT_VERSIONS]:
             del self.scores[version]
 
-    def _evidence(self, model: Any, parts: list[Rows]) -> GapEvidence:
+    def _evidence(self, model: Any, parts: list[Rows]) -> MismatchEvidence:
         temperature, cut = parts[0].temperature, parts[0].cut
         samples = _furthest(parts)
         if not samples:
@@ -161,7 +161,7 @@ class GapProbe:
         other = copy.copy(self.forward)
         other.autocast_dtype = torch.bfloat16 if self.forward.autocast_dtype is None else None
         rounded_N = self._logprobs(other, model, rows) - self._logprobs(self.forward, model, rows)
-        return GapEvidence(
+        return MismatchEvidence(
             gap=signed_N.abs().mean().item(),
             signed_gap=signed_N.mean().item(),
             tokens=signed_N.numel(),
@@ -174,10 +174,10 @@ class GapProbe:
             scores=dict(self.scores),
         )
 
-    def _without_numbers(self, temperature: float) -> GapEvidence:
+    def _without_numbers(self, temperature: float) -> MismatchEvidence:
         """The samplers' logprobs are all infinite: there is nothing to fit."""
         nothing = Fit("temperature", temperature, math.inf)
-        return GapEvidence(math.inf, math.inf, 0, nothing, replace(nothing, name="top_p", value=1.0), 0.0, "")
+        return MismatchEvidence(math.inf, math.inf, 0, nothing, replace(nothing, name="top_p", value=1.0), 0.0, "")
 
     @torch.no_grad()
     def _logprobs(self, forward: Forward, model: Any, rows: Rows) -> Tensor:

@@ -10,10 +10,10 @@ from mrl.backends import WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.errors import MRLError, TrainingError
 from mrl.mismatch.causes import Cause, WorkerView, all_causes, find_causes
-from mrl.mismatch.probe import GapEvidence
+from mrl.mismatch.probe import MismatchEvidence
 
 
-class GapWatch:
+class MismatchWatch:
     """One run's. note: tells the user. `in_a_row`: checked steps up to now whose gap was too large."""
 
     def __init__(self, config: OrchestratorConfig, note: Callable[[str], None]) -> None:
@@ -29,7 +29,7 @@ class GapWatch:
         limit, gap = self.config.algorithm.max_logprob_gap, metrics.get("train/logprob_gap_unexplained")
         if limit is None or gap is None:
             return
-        evidence: GapEvidence | None = await actor.call("gap_evidence")
+        evidence: MismatchEvidence | None = await actor.call("mismatch_evidence")
         if evidence is None:
             self.in_a_row = 0
             return
@@ -69,7 +69,7 @@ def _listed(causes: Sequence[Cause]) -> str:
     return "\n".join(f"  {number}. {cause.kind}: {cause.text}" for number, cause in enumerate(causes, 1))
 
 
-async def _ask(worker: WorkerHandle, evidence: GapEvidence) -> WorkerView:
+async def _ask(worker: WorkerHandle, evidence: MismatchEvidence) -> WorkerView:
     """Let a worker say what it serves, and score the sequences that every version has scored."""
     prompts, completions = [p for p, _ in evidence.probe], [c for _, c in evidence.probe]
     view = WorkerView(worker.name)

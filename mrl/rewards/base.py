@@ -18,6 +18,8 @@ class RewardRequest:
     completion_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
     """The task's dataset columns and whatever the rollout source added."""
+    task_id: str = ""
+    """Rollouts of one task are scored in one call."""
 
 
 @dataclass(slots=True)
@@ -76,12 +78,12 @@ class Reward(Protocol):
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:
         """Score a batch. What goes wrong with a row belongs in `errors`; RewardError ends the run.
 
-        trainer_state: usually a `TrainerState`.
+        trainer_state: usually an `AttributeDict`.
         """
         ...
 
 
-class TrainerState(dict[str, Any]):
+class AttributeDict(dict[str, Any]):
     """Where the run is (`global_step` …): a dict whose keys also read as attributes, as TRL's functions expect."""
 
     def __getattr__(self, name: str) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
 from mrl.errors import RewardError
-from mrl.rewards.base import Reward, RewardReport, RewardRequest, RewardResult, Scores, TrainerState
+from mrl.rewards.base import AttributeDict, Reward, RewardReport, RewardRequest, RewardResult, Scores
 
 
 def check_weights(weights: Sequence[float] | None, rewards: Sequence[Reward]) -> None:
@@ -38,7 +38,7 @@ async def score_rows(
     with an error, when a reward failed on the row or none applied. timeout: seconds for a reward that is not `bounded`.
     trainer_state: an object or a dict. Raises RewardError when a reward breaks its contract.
     """
-    state = TrainerState(trainer_state or {}) if isinstance(trainer_state, dict | None) else trainer_state
+    state = AttributeDict(trainer_state or {}) if isinstance(trainer_state, dict | None) else trainer_state
     tasks = [asyncio.ensure_future(_score_one(reward, requests, state, timeout)) for reward in rewards]
     try:
         scores = dict(zip((reward.name for reward in rewards), await asyncio.gather(*tasks), strict=True))
@@ -49,6 +49,16 @@ async def score_rows(
         raise
     results = [_combine(row, scores, weights) for row in range(len(requests))]
     return RewardReport(results, _metrics(scores))
+
+
+def mean_metrics(parts: Iterable[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """What was logged for several parts of a batch, each with its number of rollouts: one mean per name."""
+    sums: dict[str, tuple[int, float]] = {}
+    for count, metrics in parts:
+        for name, value in metrics.items():
+            rollouts, total = sums.get(name, (0, 0.0))
+            sums[name] = rollouts + count, total + count * value
+    return {name: total / rollouts for name, (rollouts, total) in sums.items()}
 
 
 async def _score_one(reward: Reward, requests: list[RewardRequest], state: Any, timeout: float | None) -> Scores:

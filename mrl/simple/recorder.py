@@ -12,7 +12,8 @@ from transformers import TrainerCallback
 
 from mrl.config import OrchestratorConfig
 from mrl.errors import TrainingError
-from mrl.experience.batch import check_failures, rollout_metrics
+from mrl.experience.failures import check_failures
+from mrl.experience.metrics import rollout_metrics
 from mrl.loop.checkpointing import best_so_far
 from mrl.rewards.base import RewardRequest
 from mrl.simple.data import TASK
@@ -67,7 +68,6 @@ class Recorder(TrainerCallback):
     def reward(self, completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
         """TRL's reward function: mrl's rewards, joined as mrl joins them. `None` = could not be scored."""
         start = perf_counter()
-        self.begin("scoring")
         numbers = columns[TASK]
         attempts: dict[int, int] = {}
         rollouts = []
@@ -79,6 +79,7 @@ class Recorder(TrainerCallback):
             for number, r in zip(numbers, rollouts, strict=True)
         ]
         self._keep(numbers, rollouts)
+        self.begin("scoring")
         state = TrainerState(self.step, self.total_steps, None if self.evaluating else self.epoch)
         report = self.loop.run(self.rewards.score(requests, state))
         seconds = perf_counter() - start
@@ -103,7 +104,11 @@ class Recorder(TrainerCallback):
         phase = "evaluating" if self.evaluating else phase
         if phase != self.phase:
             self.phase = phase
-            self.emit({"kind": "phase", "step": self.step, "name": phase})
+            groups = self.eval_groups if self.evaluating else self.groups
+            tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
+            scored = [all(r.reward is not None or r.status == "failed" for r in group.rollouts) for group in groups]
+            counts = {"groups_done": sum(scored), "tokens": tokens}
+            self.emit({"kind": "phase", "step": self.step, "name": phase, "counts": counts})
 
     def generated(self, seconds: float) -> None:
         """The trainer sampled for so long."""

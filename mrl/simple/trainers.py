@@ -64,6 +64,11 @@ REWARD = _trl(
     classifier=True,
 )
 
+RL = frozenset({"grpo", "rloo"})
+ONLINE = RL | {"online_dpo"}
+ALL = ONLINE | {"sft", "dpo", "kto", "reward"}
+GRPO_ONLY = frozenset({"grpo"})
+
 TRAINERS: Registry[TrainerSpec] = Registry(
     "trl_trainers",
     "algorithm",

@@ -25,9 +25,10 @@ from mrl.models import autocast_dtype, load_classifier, load_model, load_tokeniz
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.simple.data import examples_dataset, prompts_dataset
 from mrl.simple.hooks import hooked
-from mrl.simple.options import RL, TrainerFacts, trl_options
+from mrl.simple.option_rows import ChosenOptions, TrainerFacts
+from mrl.simple.options import trl_options
 from mrl.simple.recorder import Recorder
-from mrl.simple.trainers import TRAINERS
+from mrl.simple.trainers import RL, TRAINERS
 from mrl.store.checkpoints import write_checkpoint
 from mrl.system.environment import computing_environment
 from mrl.types import Task
@@ -60,9 +61,9 @@ class SimpleWorker:
         self.tasks, self.eval_tasks, self.rewards = tasks, eval_tasks, rewards
         self.max_model_len = max_model_len
         self.folder = Path(folder)
-        self.scratch = self.folder / "trl"
+        self.working_folder = self.folder / "trl"
         self.resume_from = None if resume_from is None else Path(resume_from)
-        self.updates = config_updates(self.config)
+        self.updates = ChosenOptions(self.config.flat(), self.spec).updates
         self.records: queue.Queue[dict[str, Any]] = queue.Queue()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
@@ -82,7 +83,7 @@ class SimpleWorker:
                 "set CUDA_VISIBLE_DEVICES to one of them"
             )
         facts = TrainerFacts(
-            output_dir=str(self.scratch),
+            output_dir=str(self.working_folder),
             bf16=autocast_dtype(config.model, device) is torch.bfloat16,
             use_cpu=device.type == "cpu",
             context=self.max_model_len,
@@ -168,7 +169,7 @@ class SimpleWorker:
             self.recorder.stopping = True
             if self.thread is not None:
                 self.thread.join(timeout=60)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        shutil.rmtree(self.working_folder, ignore_errors=True)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -193,9 +194,9 @@ class SimpleWorker:
         last = self.recorder.stopping or step >= self.recorder.total_steps
 
         def write(folder: Path) -> None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            shutil.rmtree(self.working_folder, ignore_errors=True)
             write_trl_checkpoint()
-            (written,) = self.scratch.glob("checkpoint-*")
+            (written,) = self.working_folder.glob("checkpoint-*")
             for file in written.iterdir():
                 training = file.name in TRAINING_FILES or file.name.startswith("rng_state")
                 shutil.move(file, folder / "trainer" / file.name if training else folder / file.name)
@@ -230,7 +231,7 @@ class SimpleWorker:
         if self.spec.name in RL:
             self.recorder.epochs_done = state["step"] // (len(self.tasks) // self.config.training.batch_size)
         self.trainer.args.eval_on_start = False
-        folder = self.scratch / "resume" / f"checkpoint-{state['step'] * self.updates}"
+        folder = self.working_folder / "resume" / f"checkpoint-{state['step'] * self.updates}"
         folder.mkdir(parents=True)
         for file in [*checkpoint.iterdir(), *(checkpoint / "trainer").iterdir()]:
             if file.is_file():
@@ -302,11 +303,6 @@ def _no_progress_bars() -> Any:
     finally:
         if not hidden:
             datasets.enable_progress_bars()
-
-
-def config_updates(config: OrchestratorConfig) -> int:
-    """Updates of the trainer per step: TRL calls each of `num_iterations` a step."""
-    return int(config.flat()["num_iterations"]) if config.trl.algorithm in RL else 1
 
 
 def _named(name: str, index: int, recorder: Recorder) -> Callable[..., Any]:

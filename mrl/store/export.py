@@ -17,15 +17,15 @@ from mrl.store.read import RunReader
 from mrl.store.rows import jsonable
 from mrl.types import Group
 
-Rows = Literal["rollouts", "metrics", "events"]
+RowKind = Literal["rollouts", "metrics", "events"]
 Format = Literal["parquet", "jsonl"]
-ROWS = get_args(Rows)
+ROWS = get_args(RowKind)
 ROW_GROUP = 512
 """Rows of a parquet file that are in memory together."""
 STDOUT = "-"
 
 
-def export(run: Path, output: str, form: Format, rows: Rows = "rollouts") -> int:
+def export(run: Path, output: str, form: Format, rows: RowKind = "rollouts") -> int:
     """Write the run's rows of training and evaluation to a new file, or JSON lines to stdout for `-`; how many.
 
     The file appears when it is whole. Raises ConfigError when it exists or cannot be written, StoreError when the run
@@ -62,7 +62,7 @@ def write_rollouts(path: str | Path, groups: Iterable[Group]) -> None:
         raise _cannot_write(Path(path), error) from None
 
 
-def _rows(reader: RunReader, rows: Rows) -> Iterator[dict[str, Any]]:
+def _rows(reader: RunReader, rows: RowKind) -> Iterator[dict[str, Any]]:
     if rows == "events":
         return iter(reader.events())
     if rows == "metrics":
@@ -74,7 +74,7 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(jsonable(row, finite=True), ensure_ascii=False) + "\n"
 
 
-def _write_jsonl(path: Path, found: Iterator[dict[str, Any]], _: Rows) -> int:
+def _write_jsonl(path: Path, found: Iterator[dict[str, Any]], _: RowKind) -> int:
     count = 0
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in found:
@@ -93,7 +93,7 @@ JSON_COLUMNS = ("prompt", "completion", "rewards", "metrics", "extra", "seconds"
 """Their keys differ from run to run and from row to row, so they are JSON text."""
 
 
-def _write_parquet(path: Path, found: Iterator[dict[str, Any]], rows: Rows) -> int:
+def _write_parquet(path: Path, found: Iterator[dict[str, Any]], rows: RowKind) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -107,7 +107,7 @@ def _write_parquet(path: Path, found: Iterator[dict[str, Any]], rows: Rows) -> i
     return count
 
 
-def _schema(rows: Rows) -> Any:
+def _schema(rows: RowKind) -> Any:
     import pyarrow as pa
 
     if rows == "metrics":

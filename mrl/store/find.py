@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mrl.errors import StoreError
 from mrl.store.lock import is_locked
 from mrl.store.read import RunReader
 
-Status = Literal["running", "finished", "interrupted", "failed", "died", "unknown", "unreadable"]
+RunStatus = Literal["running", "finished", "interrupted", "failed", "died", "unknown", "unreadable"]
 REWARD = "reward/mean"
 EVAL_REWARD = "eval/mean"
+SILENT_SECONDS = 60.0
+"""Without a heartbeat for so long, a run gives no sign of life: many heartbeats, and more than a large step's write."""
 
 
 @dataclass
@@ -24,9 +27,10 @@ class RunSummary:
 
     name: str
     folder: Path
-    status: Status
-    """`died`: its process is gone without having said how it ended. `unknown`: it was written on another machine, which
-    does not hold the lock as seen from here. `unreadable`: see `error`."""
+    status: RunStatus
+    """`running`: its process holds the run's lock, or, on another machine, whose lock is not seen from here, gave a
+    sign of life a moment ago. `died`: its process is gone without having said how it ended. `unknown`: on another
+    machine, and without a sign of life. `unreadable`: see `error`."""
     error: str | None = None
     steps: int = 0
     reward: float | None = None
@@ -42,6 +46,16 @@ class RunSummary:
     resumes: int = 0
     bytes: int = 0
     """Of everything in the folder, checkpoints included."""
+    progress: dict[str, Any] | None = None
+    """What it is doing, or did last: see `RunReader.progress`."""
+
+    @property
+    def silent_since(self) -> float | None:
+        """When a run that should be running gave its last sign of life (seconds since 1970), if that is long ago."""
+        if self.progress is None or self.status not in ("running", "unknown") or _is_recent(self.progress):
+            return None
+        heartbeat: float = self.progress["heartbeat"]
+        return heartbeat
 
 
 def runs_root() -> Path:
@@ -79,7 +93,7 @@ def summarize(run: Path) -> RunSummary:
     summary = RunSummary(run.name, run, "unreadable", bytes=_size(run))
     try:
         with RunReader(run) as reader:
-            recorded = reader.run()
+            recorded, summary.progress = reader.run(), reader.progress()
             summary.steps = reader.last_step() or 0
             rewards = reader.series(REWARD)
             evals = [pair for pair in reader.series(EVAL_REWARD, "eval") if pair[1] == pair[1]]
@@ -91,16 +105,22 @@ def summarize(run: Path) -> RunSummary:
         summary.best_eval_step, summary.best_eval = max(evals, key=lambda pair: pair[1])
     for name in ("error", "created", "ended", "pid", "host", "resumes"):
         setattr(summary, name, recorded.get(name))
-    summary.status = _status(run, recorded.get("status", "running"), recorded.get("host"))
+    summary.status = _status(run, recorded.get("status", "running"), recorded.get("host"), summary.progress)
     return summary
 
 
-def _status(run: Path, recorded: Status, host: str | None) -> Status:
+def _status(run: Path, recorded: RunStatus, host: str | None, progress: dict[str, Any] | None) -> RunStatus:
     if is_locked(run):
         return "running"
     if recorded != "running":
         return recorded
-    return "died" if host in (None, socket.gethostname()) else "unknown"
+    if host in (None, socket.gethostname()):  # the lock went with its process
+        return "died"
+    return "running" if _is_recent(progress) else "unknown"
+
+
+def _is_recent(progress: dict[str, Any] | None) -> bool:
+    return progress is not None and time.time() - progress["heartbeat"] < SILENT_SECONDS
 
 
 def _is_run(folder: Path) -> bool:

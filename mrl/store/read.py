@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from mrl.errors import StoreError
 from mrl.store.filters import Filter, PageQuery
+from mrl.store.progress import read_progress
 from mrl.store.rows import read_number, read_rollout, read_summary, read_task, step_id_of, text
 from mrl.store.schema import DATABASE, open_reader, version_of
 
@@ -27,6 +28,8 @@ UNUSED = "unused: "
 """What it begins with where the rollout ended when its step had enough."""
 CHUNK = 64
 """Rollouts read at a time when all are wanted."""
+STEPS_CHUNK = 256
+"""Steps whose metrics are read at a time when all are wanted."""
 COUNT_LIMIT = 10_000
 
 
@@ -76,6 +79,17 @@ class RunReader:
         rows = self._all("SELECT status, error, pid, host, created, started, ended, resumes FROM run")
         return dict(rows[0]) if rows else {}
 
+    def progress(self, since: float = 0.0) -> dict[str, Any] | None:
+        """What the run is doing now, or did last: the fields of `mrl.store.progress.Progress`, workers as dicts, and
+        `heartbeat`, when its process was last alive (seconds since 1970).
+
+        None when there is nothing newer than the heartbeat `since`, or the run is of a time before progress was kept.
+        """
+        if not self._one("SELECT count(*) FROM sqlite_schema WHERE name = 'progress'"):
+            return None
+        rows = self._all("SELECT * FROM progress WHERE heartbeat > ?", (since,))
+        return read_progress(rows[0]) if rows else None
+
     def last_step(self, split: Split = "train") -> int | None:
         """The newest step on record."""
         return self._one("SELECT max(step) FROM steps WHERE id % 2 = ?", (split == "eval",))
@@ -92,21 +106,52 @@ class RunReader:
         sql = "SELECT name, max(step_id % 2 = ?) AS there FROM metrics GROUP BY name ORDER BY name"
         return [row["name"] for row in self._all(sql, (split == "eval",)) if row["there"]]
 
-    def series(self, name: str, split: Split = "train") -> list[tuple[int, float]]:
-        """A metric by step, in order. What was not a number is NaN; a step that did not record it is absent."""
-        sql = "SELECT step_id / 2 AS step, value FROM metrics WHERE name = ? AND step_id % 2 = ? ORDER BY step_id"
-        rows = self._all(sql, (text(name), split == "eval"))
+    def series(self, name: str, split: Split = "train", since: int = -1) -> list[tuple[int, float]]:
+        """A metric by step, in order, of the steps after `since`. What was not a number is NaN; a step that did not
+        record it is absent.
+
+        A run that went back to a checkpoint trains steps again: whoever follows it with `since` begins anew when
+        `run()["resumes"]` has changed.
+        """
+        sql = (
+            "SELECT step_id / 2 AS step, value FROM metrics "
+            "WHERE name = ? AND step_id > ? AND step_id % 2 = ? ORDER BY step_id"
+        )
+        rows = self._all(sql, (text(name), step_id_of("eval", since), split == "eval"))
         return [(row["step"], read_number(row["value"])) for row in rows]
+
+    def all_series(self, split: Split = "train", since: int = -1) -> dict[str, list[tuple[int, float]]]:
+        """`series` of every metric, by name, in one query; {} when no step after `since` was recorded."""
+        index = "" if since < 0 else "INDEXED BY metrics_by_step"  # a few steps out of many, rather than every metric
+        sql = (
+            f"SELECT name, step_id / 2 AS step, value FROM metrics {index} "
+            "WHERE step_id > ? AND step_id % 2 = ? ORDER BY name, step_id"
+        )
+        found: dict[str, list[tuple[int, float]]] = {}
+        for name, step, value in self._all(sql, (step_id_of("eval", since), split == "eval")):
+            found.setdefault(name, []).append((step, read_number(value)))
+        return found
 
     def metrics(self, step: int, split: Split = "train") -> dict[str, float]:
         """Every metric of a step; {} when there is no such step."""
         rows = self._all("SELECT name, value FROM metrics WHERE step_id = ?", (step_id_of(split, step),))
         return {row["name"]: read_number(row["value"]) for row in rows}
 
-    def metric_rows(self, split: Split = "train") -> Iterator[dict[str, Any]]:
-        """Every step as one flat dict: step, time and each metric."""
-        for step in self.steps(split):
-            yield {"step": step["step"], "time": step["time"], **self.metrics(step["step"], split)}
+    def metric_rows(self, split: Split = "train", since: int = -1) -> Iterator[dict[str, Any]]:
+        """Every step after `since` as one flat dict: step, time and each metric. Some hundred steps in one query."""
+        while True:
+            with self._snapshot():
+                steps = self._all(
+                    "SELECT id, step, time FROM steps WHERE id > ? AND id % 2 = ? ORDER BY id LIMIT ?",
+                    (step_id_of("eval", since), split == "eval", STEPS_CHUNK),
+                )
+                rows = {step["id"]: {"step": step["step"], "time": step["time"]} for step in steps}
+                for name, step_id, value in self._metrics_of(list(rows)):
+                    rows[step_id][name] = read_number(value)
+            yield from rows.values()
+            if len(rows) < STEPS_CHUNK:
+                return
+            since = steps[-1]["step"]
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +258,15 @@ class RunReader:
         ]
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _metrics_of(self, step_ids: list[int]) -> list[sqlite3.Row]:
+        if not step_ids:
+            return []
+        sql = (
+            "SELECT name, step_id, value FROM metrics INDEXED BY metrics_by_step "
+            "WHERE step_id BETWEEN ? AND ? AND step_id % 2 = ? ORDER BY step_id, name"
+        )
+        return self._all(sql, (step_ids[0], step_ids[-1], step_ids[0] % 2))
 
     def _summaries(self, keys: list[int]) -> list[dict[str, Any]]:
         sql = "SELECT r.*, t.id AS task_id FROM rollouts AS r JOIN tasks AS t ON t.key = r.task_key WHERE r.key IN ({})"

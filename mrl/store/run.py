@@ -3,7 +3,7 @@
 runs/NAME/
   config.yaml          every option, resolved
   versions.json        libraries and machine
-  run.db               SQLite: steps, metrics, tasks, rollouts, events (tables in mrl/store/schema.py)
+  run.db               SQLite: steps, metrics, tasks, rollouts, events, progress (tables in mrl/store/schema.py)
   run.lock             held by the process that writes
   checkpoints/step-N   a Hugging Face model folder each
 """
@@ -19,7 +19,7 @@ import sqlite3
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -28,17 +28,16 @@ from mrl.errors import ConfigError, StoreError
 from mrl.store.export import write_rollouts
 from mrl.store.find import find_run, runs_root
 from mrl.store.lock import RunLock
+from mrl.store.progress import Progress, close_progress, progress_row, write_progress
 from mrl.store.read import read_rows
 from mrl.store.record import write_record
 from mrl.store.rows import number, step_id_of, text, to_json
 from mrl.store.schema import DATABASE, check_version, create_database
 from mrl.store.writer import Writer
 from mrl.system.environment import library_versions
-from mrl.types import Group
+from mrl.types import Group, Outcome
 
 __all__ = ["RunStore", "find_run", "read_rows", "runs_root", "write_rollouts"]
-
-Outcome = Literal["finished", "interrupted", "failed"]
 
 CONFIG = "config.yaml"
 VERSIONS = "versions.json"
@@ -119,6 +118,12 @@ class RunStore:
             )
         )
 
+    def report(self, progress: Progress) -> None:
+        """What the run is doing now, in the place of what it did before. Never waits, never raises: it is written up to
+        four times a second, and with a heartbeat every two seconds where nothing changes."""
+        self._progress = progress_row(progress)
+        self._writer.beat_soon()
+
     def rewind(self, step: int) -> None:
         """Forget what came after `step`: steps, evaluations, rollouts and events. Returns when it is on the disk."""
 
@@ -148,11 +153,14 @@ class RunStore:
         self._closed = True
         atexit.unregister(self.close)
         values = (self._outcome, None if self._error is None else text(self._error), time.time())
+
+        def job(db: sqlite3.Connection) -> None:
+            db.execute("UPDATE run SET status = ?, error = ?, ended = ?", values)
+            close_progress(db, self._outcome)
+
         try:
             if self._writer.error is None:
-                self._writer.submit(
-                    lambda db: _ignore(db.execute("UPDATE run SET status = ?, error = ?, ended = ?", values))
-                )
+                self._writer.submit(job)
             self._writer.close()
         finally:
             self._lock.release()
@@ -174,7 +182,8 @@ class RunStore:
         self.folder = folder
         self._lock = lock
         self._pid = os.getpid()
-        self._writer = Writer(folder)
+        self._progress = progress_row(Progress())  # nothing of what a process before this one was doing
+        self._writer = Writer(folder, self._beat)
         now = time.time()
         self._writer.submit(
             lambda db: _ignore(
@@ -188,6 +197,10 @@ class RunStore:
         )
         self._writer.flush()
         atexit.register(self.close)
+
+    def _beat(self, db: sqlite3.Connection) -> None:
+        if not self._closed:  # then it says how the run ended
+            write_progress(db, self._progress)
 
     def _note_versions(self) -> None:
         """Say so when the run goes on with other libraries than it began with."""

@@ -9,13 +9,30 @@ from pathlib import Path
 from mrl.errors import StoreError
 
 DATABASE = "run.db"
-VERSION = 1
+VERSION = 2
 """Of the tables below. A change to them raises it."""
+OLDEST = 1
+"""The oldest version that can be read, and is brought up to date when a run goes on: it has no `progress`."""
 APPLICATION_ID = 0x6D726C31
 """Marks the file as ours ("mrl1")."""
 BUSY_SECONDS = 60.0
 
-TABLES = """
+PROGRESS = """
+CREATE TABLE progress (                -- one row, written over while the run goes on: what it is doing now
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    heartbeat REAL NOT NULL,           -- when the process that writes was last alive
+    step INTEGER NOT NULL,             -- under way
+    stage TEXT NOT NULL,               -- loading, generating, scoring, training …; the run's status when it has ended
+    since REAL NOT NULL,               -- when the stage began
+    groups_done INTEGER NOT NULL,      -- of the step (or evaluation): generated and scored
+    groups_wanted INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,           -- sampled since the step began
+    in_flight INTEGER NOT NULL,        -- attempts that have begun and not ended
+    workers TEXT NOT NULL              -- JSON: of each its name, whether it is alive, the version it serves, restarts
+);
+"""
+
+TABLES = f"""
 CREATE TABLE run (                     -- one row
     id INTEGER PRIMARY KEY CHECK (id = 1),
     status TEXT NOT NULL,              -- running, finished, interrupted, failed
@@ -92,7 +109,7 @@ CREATE TABLE events (
     details TEXT NOT NULL              -- JSON
 );
 CREATE INDEX events_by_step ON events (step);
-"""
+{PROGRESS}"""
 
 
 def create_database(folder: Path) -> None:
@@ -118,6 +135,8 @@ def open_writer(folder: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
+    if connection.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+        connection.executescript(f"BEGIN IMMEDIATE; {PROGRESS} PRAGMA user_version = {VERSION}; COMMIT;")
     return connection
 
 
@@ -146,11 +165,11 @@ def version_of(folder: Path) -> int | None:
 
 
 def check_version(folder: Path) -> None:
-    """Raises StoreError, with what to do, unless the store in `folder` is of this version."""
+    """Raises StoreError, with what to do, unless the store in `folder` can be read."""
     version = version_of(folder)
     if version is None:
         raise StoreError(f"{folder} holds no record of a run ({DATABASE} is missing)")
-    if version < VERSION:
+    if version < OLDEST:
         raise StoreError(
             f"{folder} was written by an older mrl (store version {version}, this one reads {VERSION}); "
             "read it with that one"

@@ -1,6 +1,8 @@
 """The thread that writes: the loop hands over and goes on.
 
-Each job is one transaction, so readers, and whoever opens the store after a crash, see all of it or nothing.
+Each job is one transaction, so readers, and whoever opens the store after a crash, see all of it or nothing. Between
+jobs the thread writes a heartbeat: a job of its own, of which only the newest state counts, so that it never waits in
+the queue and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from mrl.errors import StoreError
@@ -20,14 +24,22 @@ Job = Callable[[sqlite3.Connection], None]
 QUEUE_LENGTH = 16
 """Jobs (steps, events) that may wait. Then handing over waits, instead of memory filling with rollouts."""
 
+HEARTBEAT_SECONDS = 2.0
+"""Between two heartbeats while nothing changes."""
+NEWS_SECONDS = 0.25
+"""At least so long between two heartbeats, whatever changes."""
+
 
 class Writer:
-    """Owns the run's writing connection."""
+    """Owns the run's writing connection. heartbeat: written every two seconds, and soon after `beat_soon`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, heartbeat: Job) -> None:
         """Raises StoreError when the database cannot be opened."""
         self.path = folder / DATABASE
         self.error: StoreError | None = None
+        self._heartbeat = heartbeat
+        self._news = True
+        self._last_beat = float("-inf")
         self._raised = False
         self._connection = open_writer(folder)
         self._queue: queue.Queue[Job | threading.Event | None] = queue.Queue(QUEUE_LENGTH)
@@ -38,6 +50,10 @@ class Writer:
         """Hand over a transaction. Raises StoreError when an earlier one failed: nothing is written after a failure."""
         self._check()
         self._put(job)
+
+    def beat_soon(self) -> None:
+        """What the heartbeat writes has changed. Never waits, never raises."""
+        self._news = True
 
     def flush(self) -> None:
         """Return when all that was handed over is on the disk. Raises StoreError."""
@@ -70,7 +86,7 @@ class Writer:
             raise self.error
 
     def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
+        while (job := self._next_job()) is not None:
             if isinstance(job, threading.Event):
                 job.set()
             elif self.error is None:
@@ -83,6 +99,23 @@ class Writer:
             self._connection.close()
         except sqlite3.Error as error:
             self.error = self.error or _explain(self.path, error)
+
+    def _next_job(self) -> Job | threading.Event | None:
+        while True:
+            self._beat_if_due()
+            try:
+                return self._queue.get(timeout=NEWS_SECONDS)
+            except queue.Empty:
+                continue
+
+    def _beat_if_due(self) -> None:
+        now = time.monotonic()
+        if self.error is not None or now - self._last_beat < (NEWS_SECONDS if self._news else HEARTBEAT_SECONDS):
+            return
+        self._last_beat, self._news = now, False
+        # If it cannot be written, the next one may be; a disk that is full is raised by what must not get lost.
+        with suppress(sqlite3.Error, OSError):
+            self._transact(self._heartbeat)
 
     def _transact(self, job: Job) -> None:
         self._connection.execute("BEGIN IMMEDIATE")

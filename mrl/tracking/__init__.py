@@ -1,7 +1,7 @@
 """Trackers: who is told of a run besides its own folder."""
 
-from mrl.tracking.base import RunInfo, Status, Tracker
+from mrl.tracking.base import RunInfo, Tracker
 from mrl.tracking.members import TRACKERS
 from mrl.tracking.several import TrackerSet, check_trackers
 
-__all__ = ["TRACKERS", "RunInfo", "Status", "Tracker", "TrackerSet", "check_trackers"]
+__all__ = ["TRACKERS", "RunInfo", "Tracker", "TrackerSet", "check_trackers"]

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-Status = Literal["finished", "interrupted", "failed"]
+from mrl.types import Outcome
 
 WARNING = "warning: "
 """What a `note` begins with that tells of trouble."""
@@ -38,8 +38,8 @@ class Tracker(Protocol):
 
     requires: modules it imports, installed by the extra of its name. check: a static method that raises ConfigError
     when the tracker cannot work here. direct: True = called on the run's own thread (it must never wait). phase: a
-    method of a direct tracker, told what the run is doing now (`phase("generating", "1,024 tokens")`), before `start`
-    as well.
+    method of a direct tracker, told what the run is doing now (`phase("generating", "3/8 groups, 1,024 tokens")`):
+    twice a second while it trains, and before `start` as well.
     """
 
     @property
@@ -59,7 +59,7 @@ class Tracker(Protocol):
         """Something a person should see."""
         ...
 
-    def finish(self, status: Status = "finished") -> None:
+    def finish(self, status: Outcome = "finished") -> None:
         """Write out what is still held."""
         ...
 

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mrl.system.units import duration
-from mrl.tracking.base import WARNING, RunInfo, Status
+from mrl.tracking.base import WARNING, RunInfo
 from mrl.tracking.console_state import State
+from mrl.types import Outcome
 
 LINE_EVERY_SECONDS = 10.0
 PHASE_EVERY_SECONDS = 60.0
@@ -80,7 +81,7 @@ class ConsoleTracker:
         else:
             self._print(message)
 
-    def finish(self, status: Status = "finished") -> None:
+    def finish(self, status: Outcome = "finished") -> None:
         if self.state is not None:
             self.state.phase = self.state.detail = ""
         if self.live:

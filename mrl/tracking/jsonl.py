@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from mrl.tracking.base import RunInfo, Status
+from mrl.tracking.base import RunInfo
+from mrl.types import Outcome
 
 FILE = "tracking.jsonl"
 
@@ -36,7 +37,7 @@ class JsonlTracker:
     def note(self, message: str) -> None:
         self._write(kind="note", message=message)
 
-    def finish(self, status: Status = "finished") -> None:
+    def finish(self, status: Outcome = "finished") -> None:
         self._write(kind="finish", status=status)
         self.file.close()
 

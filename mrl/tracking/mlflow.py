@@ -16,9 +16,10 @@ from itertools import islice
 from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.tracking.base import RunInfo, Status, flat_params, safe_name
+from mrl.tracking.base import RunInfo, flat_params, safe_name
+from mrl.types import Outcome
 
-STATUS: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+STATUS: dict[Outcome, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 PARAMS_PER_CALL = 100
 PARAM_LENGTH = 500
 """The shortest limit a server may have."""
@@ -78,7 +79,7 @@ class MlflowTracker:
     def note(self, message: str) -> None:
         """Nothing: MLflow has no place for a run's messages."""
 
-    def finish(self, status: Status = "finished") -> None:
+    def finish(self, status: Outcome = "finished") -> None:
         self.client.set_terminated(self.id, STATUS[status])
 
     def _log_params(self, config: dict[str, Any]) -> None:

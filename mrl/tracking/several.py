@@ -11,8 +11,9 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.system.shell import command
-from mrl.tracking.base import RunInfo, Status, Tracker
+from mrl.tracking.base import RunInfo, Tracker
 from mrl.tracking.members import TRACKERS
+from mrl.types import Outcome
 
 MAX_WAITING = 1000
 """Calls held for a tracker that does not keep up; then the oldest are dropped."""
@@ -66,11 +67,6 @@ class TrackerSet:
         """Pass a message on."""
         self._tell("note", message)
 
-    @property
-    def shows_phases(self) -> bool:
-        """Whether a tracker wants to hear of them."""
-        return any(lane.shows_phases for lane in self._lanes)
-
     def phase(self, name: str, detail: str = "") -> None:
         """Say what the run is doing now, and how far that is, to those who show it. May come before `start`."""
         for lane in self._lanes:
@@ -82,7 +78,7 @@ class TrackerSet:
         found = {lane.name: run_id for lane in self._lanes if (run_id := lane.run_id())}
         return self._ids | found
 
-    def finish(self, status: Status = "finished") -> None:
+    def finish(self, status: Outcome = "finished") -> None:
         """Let every tracker write out what it holds, for a bounded time. Does nothing the second time."""
         deadline = time.monotonic() + FINISH_SECONDS
         waiting = [lane for lane in self._lanes if isinstance(lane, _Lane)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import yaml
 
-from mrl.tracking.base import RunInfo, Status
+from mrl.tracking.base import RunInfo
+from mrl.types import Outcome
 
 FOLDER = "tensorboard"
 FLUSH_SECONDS = 10
@@ -34,6 +35,6 @@ class TensorBoardTracker:
     def note(self, message: str) -> None:
         self.writer.add_text("notes", message, self.step)
 
-    def finish(self, status: Status = "finished") -> None:
+    def finish(self, status: Outcome = "finished") -> None:
         self.writer.add_text("notes", status, self.step)
         self.writer.close()

@@ -11,7 +11,8 @@ import os
 import sys
 import uuid
 
-from mrl.tracking.base import RunInfo, Status
+from mrl.tracking.base import RunInfo
+from mrl.types import Outcome
 
 
 class TrackioTracker:
@@ -44,7 +45,7 @@ class TrackioTracker:
     def note(self, message: str) -> None:
         """Nothing: trackio has no place for text but its alerts."""
 
-    def finish(self, status: Status = "finished") -> None:
+    def finish(self, status: Outcome = "finished") -> None:
         self.run.finish()
 
 

@@ -10,10 +10,11 @@ import uuid
 from pathlib import Path
 
 from mrl.errors import ConfigError
-from mrl.tracking.base import RunInfo, Status
+from mrl.tracking.base import RunInfo
 from mrl.tracking.wandb_files import last_step
+from mrl.types import Outcome
 
-EXIT_CODES: dict[Status, int] = {"finished": 0, "interrupted": 130, "failed": 1}
+EXIT_CODES: dict[Outcome, int] = {"finished": 0, "interrupted": 130, "failed": 1}
 
 
 class WandbTracker:
@@ -65,5 +66,5 @@ class WandbTracker:
     def note(self, message: str) -> None:
         self.run.write_logs(message)
 
-    def finish(self, status: Status = "finished") -> None:
+    def finish(self, status: Outcome = "finished") -> None:
         self.run.finish(exit_code=EXIT_CODES[status])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from mrl.cli.runs import runs
 from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError, MRLError, StoreError
+from mrl.store.progress import Progress, WorkerHealth
 from mrl.store.run import RunStore, read_rows
 
 
@@ -24,7 +26,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_list(make_run: Callable[..., Path], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(
+    make_run: Callable[..., Path], root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert runs([]) == 0
     assert "no runs" in capsys.readouterr().err
     make_run("first", steps=4)
@@ -41,6 +45,9 @@ def test_list(make_run: Callable[..., Path], root: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert out.splitlines()[0].split() == ["run", "status", "steps", "last", "reward", "best", "eval", "age", "size"]
     assert "0.200 (step 4)" in out
+    monkeypatch.setattr("mrl.store.find.SILENT_SECONDS", -1.0)
+    assert runs([]) == 0
+    assert "running, no sign of life since " in capsys.readouterr().out
     store.close()
 
 
@@ -55,6 +62,24 @@ def test_show(make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str])
         assert shown["config"]["training"]["seed"] == 42
     assert runs(["show", "first"]) == 0
     assert "24 of training, 3 of evaluations" in capsys.readouterr().out
+
+
+def test_show_says_what_a_run_is_doing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = RunStore(root / "open", OrchestratorConfig())
+    workers = [WorkerHealth("rollout-0", True, 12, 1), WorkerHealth("actor", alive=False)]
+    store.report(Progress(13, "generating", time.time() - 200, 3, 8, 12_345, 20, workers))
+    deadline = time.monotonic() + 60
+    doing = "step 13: generating for 3 min, 3 of 8 groups, 12,345 tokens, 20 attempts in flight"
+    shown = ""
+    while doing not in shown:
+        assert time.monotonic() < deadline, shown
+        assert runs(["show", "open"]) == 0
+        shown = capsys.readouterr().out
+    assert "rollout-0 (weights of version 12, replaced 1 time), actor (does not answer)" in shown
+    store.finish("finished")
+    store.close()
+    assert runs(["show", "open"]) == 0
+    assert "doing" not in capsys.readouterr().out
 
 
 def test_compare(make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

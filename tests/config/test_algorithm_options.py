@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from mrl.algorithms.base import LossSettings, LossTerms, PolicyLoss
 from mrl.config import AlgorithmConfig, OrchestratorConfig
 from mrl.errors import ConfigError, TrainingError
 from mrl.experience.batch import make_batch
-from mrl.experience.shaping import KL, shape_by_length
+from mrl.experience.shaping import shape
 from mrl.types import Group, Rollout, Sample, Task
 from tests.soak import but
 
@@ -125,12 +126,11 @@ def train_or_refuse(actor: ActorWorker, combination: Combination) -> bool:
     actor.config, actor.algorithm = config.training, config.algorithm
     actor.objective = Objective(config.algorithm, config.training.num_iterations)
     made = groups()
-    shape_by_length(made, config)
-    if config.algorithm.beta and config.algorithm.kl_in == "reward":
-        rollouts = [rollout for group in made for rollout in group.rollouts]
-        kl = iter(actor.reference_kl([s for r in rollouts for s in r.samples], 1.0))
-        for rollout in rollouts:
-            rollout.metrics[KL] = -config.algorithm.beta * sum(next(kl) for _ in rollout.samples)
+
+    async def reference_kl(samples: list[Sample]) -> list[float]:
+        return actor.reference_kl(samples, 1.0)
+
+    asyncio.run(shape(made, config, reference_kl))
     batch = make_batch(made, config)
     assert batch.samples
     metrics = actor.train_step(batch)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mrl.data import check_columns, check_prompt_lengths, load_tasks
+from mrl.data import check_prompt_lengths, load_tasks, require_columns
 from mrl.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -47,8 +47,8 @@ def test_prompt_lengths() -> None:
 
 def test_needed_columns() -> None:
     tasks = load_tasks([{"prompt": "a", "testcases": ["t"]}, {"prompt": "b", "testcases": None}])
-    check_columns(tasks[:1], ["testcases"], "the code reward")
+    require_columns(tasks[:1], ["testcases"], "the code reward")
     with pytest.raises(DataError, match=r"the code reward needs column 'testcases', but row 1 .* has None"):
-        check_columns(tasks, ["testcases"], "the code reward")
+        require_columns(tasks, ["testcases"], "the code reward")
     with pytest.raises(DataError, match=r"needs a column 'testcase'.*did you mean 'testcases'"):
-        check_columns(tasks, ["testcase"], "the code reward")
+        require_columns(tasks, ["testcase"], "the code reward")

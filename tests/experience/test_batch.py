@@ -8,7 +8,9 @@ import torch
 from mrl.actor.worker import ActorWorker
 from mrl.config import OrchestratorConfig
 from mrl.errors import TrainingError
-from mrl.experience.batch import check_failures, make_batch, rollout_metrics
+from mrl.experience.batch import make_batch
+from mrl.experience.failures import check_failures
+from mrl.experience.metrics import rollout_metrics
 from mrl.types import Group, Rollout, Sample, Task, TrainBatch
 
 

@@ -1,20 +1,25 @@
-"""What a step waits for is shown while it waits."""
+"""What a run is doing, told to the record and to the display alike."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mrl.errors import WorkerDied
 from mrl.loop import progress
-from mrl.loop.progress import showing_progress
+from mrl.loop.progress import RunProgress, WorkerWatch
+from mrl.store.progress import WorkerHealth
+from mrl.store.read import RunReader
+from mrl.tracking.console import ConsoleTracker
+from mrl.trainer import MRLTrainer
 
 
 class Trackers:
-    shows_phases = True
-
     def __init__(self) -> None:
         self.phases: list[str] = []
 
@@ -23,35 +28,144 @@ class Trackers:
 
 
 class Worker:
-    def __init__(self, sampled: Any) -> None:
-        self.sampled = sampled
+    """A rollout worker's handle. answer: what `progress` gives or raises; None = it never answers."""
+
+    def __init__(self, name: str, answer: Any) -> None:
+        self.name, self.answer, self.calls = name, answer, 0
 
     async def call(self, method: str) -> Any:
-        assert method == "sampled_tokens"
-        if isinstance(self.sampled, Exception):
-            raise self.sampled
-        return self.sampled
+        assert method == "progress"
+        self.calls += 1
+        if self.answer is None:
+            await asyncio.sleep(600)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def alive(self) -> bool:
+        return bool(self.answer)
 
 
-async def test_tokens_are_counted_from_where_the_wait_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def served(version: int | None, tokens: int | None) -> dict[str, int | None]:
+    return {"version": version, "sampled_tokens": tokens}
+
+
+async def test_tokens_count_from_the_beginning_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.01)
-    trackers, counting, generates = Trackers(), Worker(5000), True
-    workers = [counting, Worker(None), Worker(WorkerDied("gone"))]
+    trackers, counting, stage = Trackers(), Worker("rollout-0", served(3, 5000)), "generating"
+    told = RunProgress(trackers)  # type: ignore[arg-type]
+    watch = WorkerWatch(lambda: [counting], list)  # type: ignore[list-item]
+    told.begin("generating", 1, groups_wanted=8)
 
     async def until(phase: str) -> None:
         while trackers.phases[-1] != phase:
             await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(30), showing_progress(trackers, workers, lambda: generates):  # type: ignore[arg-type]
+    async with asyncio.timeout(60), told.watching(lambda: told.stage(stage), watch):
         assert trackers.phases == ["generating"]
-        await asyncio.sleep(0.05)
-        counting.sampled += 1234
+        while not counting.calls:
+            await asyncio.sleep(0.01)
+        counting.answer = served(3, 6234)
         await until("generating 1,234 tokens")
-        generates = False
+        told.facts.groups_done = 2
+        await until("generating 2/8 groups, 1,234 tokens")
+        stage = "scoring"
         await until("scoring")
+        told.begin("generating", 2, groups_wanted=4)
+        stage = "generating"
+        counting.answer = served(4, 6240)
+        await until("generating 6 tokens")
+    assert (told.facts.step, told.facts.groups_wanted) == (2, 4)
+    assert told.facts.workers == [WorkerHealth("rollout-0", True, 4, 0)]
 
 
-async def test_a_display_that_stumbles_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
-    async with showing_progress(Trackers(), [Worker(RuntimeError("odd"))], lambda: True):  # type: ignore[arg-type, list-item]
+async def test_workers_that_are_gone_silent_or_replaced() -> None:
+    silent, gone = Worker("rollout-0", None), Worker("rollout-1", WorkerDied("gone"))
+    odd = Worker("rollout-2", RuntimeError("odd"))
+    old, new = Worker("rollout-3", served(1, 100)), Worker("rollout-3", served(2, 7))
+    workers = [silent, gone, odd, old]
+    watch = WorkerWatch(lambda: workers, lambda: [Worker("actor", True), Worker("reward", False)])  # type: ignore[list-item, return-value]
+    sampled = watch.look()
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        sampled += watch.look()
+    workers[3] = new
+    for _ in range(3):
+        sampled += watch.look()
+        await asyncio.sleep(0.01)
+    sampled += watch.look()
+    assert silent.calls == 1, "one that does not answer is not asked again"
+    assert sampled == 7, "a new worker's engine counts from 0"
+    health = {worker.name: (worker.alive, worker.version) for worker in watch.health()}
+    assert health == {
+        "rollout-0": (True, None),
+        "rollout-1": (False, None),
+        "rollout-2": (False, None),
+        "rollout-3": (True, 2),
+        "actor": (True, None),
+        "reward": (False, None),
+    }
+    assert next(worker.restarts for worker in watch.health() if worker.name == "rollout-3") == 1
+    watch.close()
+
+
+async def test_a_look_that_stumbles_does_not_stop_the_run() -> None:
+    told = RunProgress(Trackers())  # type: ignore[arg-type]
+    async with told.watching(lambda: 1 / 0 and None, WorkerWatch(list, list)):
         await asyncio.sleep(0.02)
+
+
+def test_a_step_can_be_looked_at_while_it_happens(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second step's rewards wait until the record was seen to say what the run is doing; so did the display."""
+    shown: list[str] = []
+    phase: Callable[..., None] = ConsoleTracker.phase
+    monkeypatch.setattr(
+        ConsoleTracker, "phase", lambda self, name, detail="": (shown.append(name), phase(self, name, detail))[1]
+    )
+    seen: dict[str, Any] = {}
+    looked = threading.Event()
+
+    def look() -> None:
+        while not (tmp_path / "run" / "config.yaml").exists():
+            looked.wait(0.02)
+        with RunReader(tmp_path / "run") as reader:
+            while not looked.wait(0.02):
+                now = reader.progress() or {}
+                if (now.get("stage"), now.get("step")) == ("scoring", 2) and now["tokens"]:
+                    seen.update(now)
+                    looked.set()
+
+    calls = 0
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # before the run it is tried once
+            assert looked.wait(60), "nobody saw it"
+        return [float(len(text)) for text in completions]
+
+    watching = threading.Thread(target=look, daemon=True)
+    watching.start()
+    trainer = MRLTrainer(
+        model=tiny_model,
+        reward_funcs=reward,
+        train_dataset=[{"prompt": "ab"}, {"prompt": "cd"}],
+        max_steps=2,
+        batch_size=2,
+        num_generations=2,
+        max_completion_length=4,
+        run_dir=str(tmp_path / "run"),
+    )
+    result = trainer.train()
+    looked.set()
+    assert result.status == "finished"
+    assert (seen["groups_wanted"], seen["groups_done"], seen["in_flight"]) == (2, 0, 0)
+    assert 0 < seen["tokens"] <= 2 * 2 * 4 * 2
+    health = {worker["name"]: (worker["alive"], worker["version"]) for worker in seen["workers"]}
+    assert health == {"rollout-0": (True, 1), "actor": (True, None), "reward-0": (True, None)}
+    with RunReader(tmp_path / "run") as reader:
+        ended = reader.progress() or {}
+    assert (ended["stage"], ended["step"]) == ("finished", 2)
+    assert {"loading", "generating", "scoring", "training", "saving"} <= set(shown)

@@ -37,6 +37,7 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
+@pytest.mark.inline("actor and reward function meet at an event of this process")
 def test_the_reference_is_asked_while_rewards_are_computed(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +66,11 @@ def test_asked_beforehand_or_in_the_step_is_the_same(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_model, tmp_path / "before", length_reward)
-    monkeypatch.setattr("mrl.loop.producer.reference_samples", lambda *_: [])
+
+    async def later(*_: Any) -> None:
+        """The loop asks for what is not known."""
+
+    monkeypatch.setattr("mrl.loop.producer.add_reference_logprobs", later)
     train(tiny_model, tmp_path / "within", length_reward)
     before, within = (list(read_rows(tmp_path / name, "metrics"))[-1] for name in ("before", "within"))
     assert before["train/kl"] == pytest.approx(within["train/kl"], rel=1e-3)

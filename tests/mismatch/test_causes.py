@@ -13,19 +13,21 @@ from hypothesis import strategies as st
 from mrl.algorithms.sampler_fits import Fit
 from mrl.config import GenerationConfig
 from mrl.mismatch.causes import WorkerView, all_causes, find_causes
-from mrl.mismatch.probe import GapEvidence
+from mrl.mismatch.probe import MismatchEvidence
 
 ASKED = GenerationConfig(temperature=1.0, top_p=1.0)
 UNFIT = {"temperature": Fit("temperature", 0.9, 0.3), "cut": Fit("top_p", 0.8, 0.3)}
 SCORES = {0: [-2.0, -1.0, -3.0], 1: [-2.2, -0.9, -3.2], 2: [-2.4, -0.8, -3.4]}
 
 
-def evidence(**changes: Any) -> GapEvidence:
-    made = GapEvidence(0.3, 0.0, 100, **UNFIT, rounding=0.01, dtype="float32", probe=[([1], [2, 3, 4])], scores=SCORES)
+def evidence(**changes: Any) -> MismatchEvidence:
+    made = MismatchEvidence(
+        0.3, 0.0, 100, **UNFIT, rounding=0.01, dtype="float32", probe=[([1], [2, 3, 4])], scores=SCORES
+    )
     return dataclasses.replace(made, **changes)
 
 
-def kinds(found: GapEvidence, *views: WorkerView) -> list[str]:
+def kinds(found: MismatchEvidence, *views: WorkerView) -> list[str]:
     return [cause.kind for cause in find_causes(found, views, ASKED) or all_causes(found, ASKED)]
 
 

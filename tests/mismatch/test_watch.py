@@ -15,7 +15,7 @@ from mrl.config import ModelConfig
 from mrl.engines import ENGINES
 from mrl.engines.transformers.engine import TransformersEngine
 from mrl.errors import TrainingError
-from mrl.mismatch import probe as gap_probe
+from mrl.mismatch import probe
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.types import Completion, GenerateRequest, WeightRef
@@ -165,7 +165,7 @@ def test_updates_are_no_mismatch(sharp_model: str, tmp_path: Path, mode: str) ->
 def test_updates_that_move_too_far_are_said_once_and_stop_nothing(
     sharp_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gap_probe, "MOVED", 0.01)
+    monkeypatch.setattr(probe, "MOVED", 0.01)
     run(sharp_model, tmp_path / "r", async_mode="pipeline", learning_rate=0.02, max_steps=6)
     (warning,) = warnings_of(tmp_path / "r")
     assert "1. fast updates: these tokens are from older weights" in warning
@@ -184,13 +184,10 @@ def test_without_a_limit_it_is_only_reported(sharp_model: str, tmp_path: Path, e
 
 
 class EveryOther(SamplesOtherwise, TransformersEngine):
-    """Another temperature, in every other call."""
-
-    calls = 0
+    """Another temperature, in every other step."""
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        self.calls += 1
-        self.changes = {"temperature": 0.6} if self.calls % 2 else {}
+        self.changes = {} if (self.version or 0) % 2 else {"temperature": 0.6}
         return await super().generate(requests)
 
 

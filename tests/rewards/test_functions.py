@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mrl.errors import RewardError
 from mrl.rewards import RewardReport, RewardRequest, Scores, check_columns, resolve_rewards
-from mrl.rewards.base import TrainerState
+from mrl.rewards.base import AttributeDict
 from mrl.rewards.combine import score_rows
 
 REQUESTS = [RewardRequest(f"r{k}", f"p{k}", f"c{k}", [k, 9], {"answer": k * 10}) for k in range(3)]
@@ -331,7 +331,7 @@ async def test_rewards_of_ones_own():
 
 
 def test_trainer_state_reads_as_attributes_and_travels():
-    state = TrainerState(global_step=3)
+    state = AttributeDict(global_step=3)
     assert pickle.loads(pickle.dumps(state)).global_step == 3
     with pytest.raises(AttributeError, match=r"no 'epoch' \(it has: global_step\)"):
         _ = state.epoch

@@ -8,8 +8,10 @@ import pytest
 
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import ConfigError
-from mrl.simple.options import ALL, MEANINGS, TrainerFacts, check_options, owned_by, trl_options
-from mrl.simple.trainers import TRAINERS
+from mrl.simple.option_rows import TrainerFacts
+from mrl.simple.option_table import MEANINGS
+from mrl.simple.options import check_options, owned_by, trl_options
+from mrl.simple.trainers import ALL, TRAINERS
 
 FACTS = TrainerFacts(output_dir="/nowhere", bf16=False, use_cpu=True, context=512, evaluates=False)
 
@@ -121,8 +123,10 @@ OTHER: dict[str, Any] = {
     "sandbox_timeout": (5.0, {}),
     "sandbox_memory_mb": (99, {}),
     "backend": ("ray", {}),
+    "backend_options": ({"address": "auto"}, {}),
     "engine": ("vllm", {}),
     "num_rollout_workers": (3, {}),
+    "num_reward_workers": (3, {}),
     "actor_gpu": ("H100", {}),
     "rollout_gpu": ("H100", {}),
     "weight_sync_method": ("volume", {}),
@@ -246,7 +250,7 @@ def test_an_option_for_trl_reaches_its_config(name: str) -> None:
 
 
 def test_every_option_written_to_trl_is_expected_above_or_the_machines() -> None:
-    written = {name for name, meaning in MEANINGS.items() if meaning.to_trl and "grpo" in meaning.trainers}
+    written = {name for name, meaning in MEANINGS.items() if meaning.trl and "grpo" in meaning.trainers}
     of_the_run = {"dtype", "device", "max_model_len", "report_to", "log_completions", "best_metric", "reward_weights"}
     assert written - set(EXPECTED) == of_the_run | {"save_steps", "save_total_limit", "eval_steps"}
 

@@ -171,9 +171,9 @@ with RunReader(Path(sys.argv[1])) as reader:
 def test_a_newer_store_is_refused(make_run: Callable[..., Path]) -> None:
     folder = make_run()
     with sqlite3.connect(folder / "run.db") as db:
-        db.execute("PRAGMA user_version = 2")
+        db.execute("PRAGMA user_version = 9")
     for use in (RunReader, RunStore.reopen):
-        with pytest.raises(StoreError, match=r"newer mrl \(store version 2.*pip install --upgrade mrl"):
+        with pytest.raises(StoreError, match=r"newer mrl \(store version 9.*pip install --upgrade mrl"):
             use(folder)
 
 

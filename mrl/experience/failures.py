@@ -1,10 +1,20 @@
-"""Why rollouts failed, in few lines: messages that differ only in numbers and quoted texts are one cause."""
+"""Rollouts that failed: too many of them end the run, and their causes are told in few lines.
+
+Messages that differ only in numbers and quoted texts are one cause.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from mrl.algorithms import ADVANTAGES
+from mrl.algorithms.turns import turn_lengths, turn_rewards
+from mrl.config import OrchestratorConfig
+from mrl.errors import TrainingError
+from mrl.experience.groups import is_scored
+from mrl.types import Group
 
 LISTED = 3
 """Causes that are named; the rest is counted."""
@@ -15,6 +25,31 @@ _VARIABLE = re.compile(
     r"""'[^'\n]*'|"[^"\n]*"|\b0x[0-9a-fA-F]+\b|(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?""",
 )
 """What messages of one cause may differ in: quoted texts, addresses, numbers that are not part of a name."""
+
+
+def check_failures(groups: list[Group], config: OrchestratorConfig, step: int) -> None:
+    """Raise TrainingError, with the causes counted, when too many of a step's rollouts failed."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    failed = [rollout for rollout in rollouts if not is_scored(rollout)]
+    if len(failed) <= config.training.max_failed_fraction * len(rollouts):
+        return
+    what = "scored" if all(rollout.samples for rollout in failed) else "generated or scored"
+    raise TrainingError(
+        f"step {step}: {len(failed):,} of {len(rollouts):,} rollouts could not be {what} (max_failed_fraction is "
+        f"{config.training.max_failed_fraction}). Causes:\n"
+        + in_lines(group_causes((rollout.error, 1) for rollout in failed))
+    )
+
+
+def check_step_rewards(groups: list[Group], config: OrchestratorConfig) -> None:
+    """Mark rollouts failed whose step rewards cannot be told apart by turn, where the advantage needs them to be."""
+    if ADVANTAGES.get(config.algorithm.advantage_type).reads != "steps":
+        return
+    for rollout in (rollout for group in groups for rollout in group.rollouts if is_scored(rollout)):
+        try:
+            turn_rewards(0.0, rollout.step_rewards, len(turn_lengths([sample.mask for sample in rollout.samples])))
+        except ValueError as error:
+            rollout.fail(f"advantage_type {config.algorithm.advantage_type}: {error}")
 
 
 @dataclass

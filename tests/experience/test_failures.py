@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.experience.causes import LONGEST, group_causes, in_lines, in_one_line
+from mrl.experience.failures import LONGEST, group_causes, in_lines, in_one_line
 
 
 def told(*messages: str) -> str:
