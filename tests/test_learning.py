@@ -29,10 +29,10 @@ def pass_rates(run: Path) -> list[float]:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("steps", "reached"),
-    [pytest.param(50, 0.55, marks=pytest.mark.slow), pytest.param(300, 0.78, marks=pytest.mark.soak)],
+    [pytest.param(50, 0.55, marks=pytest.mark.slow), pytest.param(300, 0.75, marks=pytest.mark.soak)],
 )
 def test_the_quickstart_learns(tmp_path: Path, steps: int, reached: float) -> None:
-    """By its command, as installed. docs/quickstart.md has what the whole of it reaches: 86 %."""
+    """By its command, as installed. docs/quickstart.md has what the whole of it reaches: 82 to 86 %."""
     flags = ["--max-steps", str(steps), "--eval-steps", "1000", "--eval-samples", "200", "--run-dir", "run"]
     done = subprocess.run([MRL, "train", "quickstart", *flags], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
