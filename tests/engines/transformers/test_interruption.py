@@ -21,9 +21,9 @@ from mrl.weights.files import publish
 LENGTH = 96
 
 
-@pytest.fixture
-def engine(tiny_model: str) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.create(config(tiny_model), endless=True)
+@pytest.fixture(params=[True], ids=["endless"])
+def engine(tiny_model: str, request: pytest.FixtureRequest) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.create(config(tiny_model), endless=request.param)
     yield engine
     engine.close()
 
@@ -147,6 +147,7 @@ async def test_a_refused_update_leaves_the_decoding_as_it_was(
     assert {c.policy_version for c in found} == {0}
 
 
+@pytest.mark.parametrize("engine", [True, False], indirect=True, ids=["endless", "by turns"])
 async def test_calls_join_those_that_run(engine: TransformersEngine) -> None:
     """A short call that comes later ends before the long one it joined, and both get what they get alone."""
     long, short = requests(3, SamplingParams(max_tokens=60)), requests(3, SamplingParams(max_tokens=3), first=10)
@@ -164,6 +165,23 @@ async def test_calls_join_those_that_run(engine: TransformersEngine) -> None:
     for found, expected in zip(together, alone, strict=True):
         same(found, expected)
     assert ended == ["short", "long"]
+
+
+async def test_calls_of_one_turn_begin_together_in_one_order(engine: TransformersEngine) -> None:
+    """Which rows decode side by side decides the last bits, so they are the same however the calls are dealt."""
+    asked = requests(8, SamplingParams(max_tokens=20))
+    seen: list[list[str]] = []
+    decode = engine._thread._decode
+
+    def watched(jobs: list[Any], calls: Any) -> list[Any]:
+        seen.append([job.request.id for job in jobs])
+        return decode(jobs, calls)
+
+    engine._thread._decode = watched
+    for order in (asked, asked[::-1], asked[4:] + asked[:4]):
+        answers = await asyncio.gather(*(engine.generate([request]) for request in order))
+        assert [answer.request_id for (answer,) in answers] == [request.id for request in order]
+    assert seen == [[request.id for request in asked]] * 3
 
 
 async def test_a_call_that_is_given_up_leaves_the_others(engine: TransformersEngine) -> None:
