@@ -23,7 +23,12 @@ def test_on_the_cpu_tensors_are_those_given() -> None:
     assert held["b"] is held["c"]
 
 
+class Owner:
+    """Somebody who takes memory."""
+
+
 def test_budgets_are_the_machines_on_the_cpu_and_round() -> None:
-    claim(object(), CPU, 5)
+    claim(owner := Owner(), CPU, 5)
+    assert owner
     assert unclaimed(CPU) is None
     assert [rounded(n) for n in (0, 5, 7, 8, 9, 1000, 1023)] == [0, 5, 7, 8, 8, 896, 896]
