@@ -57,7 +57,8 @@ MAX_SKIPPED_IN_A_ROW = 3
 class ActorWorker:
     """Trains the policy. Lives on any backend; everything it is given is plain data.
 
-    `total_steps` shapes the learning-rate schedule.
+    `total_steps` shapes the learning-rate schedule. base_name: what adapters in checkpoints say they adapt; None = the
+    place that the model was loaded from.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class ActorWorker:
         training: dict[str, Any],
         total_steps: int,
         algorithm: dict[str, Any] | None = None,
+        base_name: str | None = None,
     ) -> None:
         self.model_config = ModelConfig(**model)
         self.config = TrainingConfig(**training)
         self.algorithm = AlgorithmConfig(**(algorithm or {}))
         self.objective = Objective(self.algorithm, self.config.num_iterations)
-        self.total_steps = total_steps
+        self.total_steps, self.base_name = total_steps, base_name
         self.step = 0
         self.skipped_in_a_row = 0
         self.keep_gradient_norms = False
@@ -95,6 +97,7 @@ class ActorWorker:
         frozen = self.autocast_dtype if self.model_config.use_lora else None
         narrow = functools.partial(narrow_matrices, dtype=frozen)
         self.model: PreTrainedModel = load_model(self.model_config, before_moving=narrow)
+        self.model.name_or_path = self.base_name or self.model.name_or_path
         check_round_trip(self.model)
         self.device = next(self.model.parameters()).device
         if config.use_liger_kernel:
