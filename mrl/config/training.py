@@ -41,7 +41,8 @@ class TrainingConfig(Section):
     update is the same for any number."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Split each step's samples into micro-batches of at most so many tokens (a longer sample is one by itself), which
-    bounds memory whatever the lengths; None = 2,048 on CPUs, 16,384 on GPUs. The update is the same for any number."""
+    bounds memory whatever the lengths; None = 2,048 on CPUs, on GPUs by the memory that is free and the
+    model's size. The update is the same for any number."""
     packing: bool = True
     """Where the model allows it (it is tried at the start): train on rows without padding, and on the prompt of a group
     once. The same numbers in less time; false = padded rows."""

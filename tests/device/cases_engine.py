@@ -7,6 +7,7 @@ import asyncio
 import gc
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from mrl.engines.transformers.decode import STEPS_PER_CHECK
 from mrl.engines.transformers.engine import TransformersEngine
+from mrl.system import memory
 from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence
 from tests import simulated_device
 from tests.device.cases_actor import make_actor
@@ -113,6 +115,7 @@ def test_it_refuses_what_cuda_would() -> None:
 
 def test_engines_on_one_device_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes half of what is left, and gives it back when it is gone."""
+    monkeypatch.setattr(memory, "_claims", WeakKeyDictionary())
     monkeypatch.setattr(type(simulated_device.MODULE), "free", 4_000_000)
     engines = [engine_on("sim", "qwen2") for _ in range(2)]
     budgets = [engine._limits.max_batch_tokens * engine._model.cache_bytes_per_token for engine in engines]
@@ -125,6 +128,7 @@ def test_engines_on_one_device_share_what_is_free(monkeypatch: pytest.MonkeyPatc
 
 
 def test_micro_batches_are_by_the_memory_that_is_free(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_claims", WeakKeyDictionary())
     found = []
     for free in (10_000_000, 30_000_000):
         monkeypatch.setattr(type(simulated_device.MODULE), "free", free)

@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 
 from mrl.loop.replay import replay
 from mrl.store.run import read_rows
+from mrl.system.transfers import fetch, leaving, on_host
 from tests import simulated_device
 from tests.device.cases_actor import LORA, make_actor
 from tests.small_runs import record_of, run, same_weights
 
 assert simulated_device  # torch has the device from here on
 
+CPU = torch.arange(7)
 METHODS = ["direct", "reload", "volume", "checkpoint", "delta"]
 
 
@@ -64,3 +66,32 @@ def test_an_adapter_is_written_from_the_device(tiny_model: str, tmp_path: Path) 
         tensors.append(load_file(Path(ref.path or "") / "adapter_model.safetensors"))
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+
+
+def test_what_leaves_the_device_is_whole_and_shares_what_it_shared() -> None:
+    """Copies arrive as late as they may; tensors may be written to as soon as the last one has left."""
+    weight = torch.randn(5, 3).to("sim")
+    tensors = {"a": weight, "tied": weight, "half": weight.bfloat16(), "ids": torch.arange(4).to("sim"), "host": CPU}
+    expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    with simulated_device.waits() as found:
+        for name, here in leaving(tensors):
+            assert torch.equal(here, expected[name])
+    assert set(found) == {"synchronize"}
+    held = on_host(tensors)
+    weight.zero_()
+    assert all(torch.equal(held[name], expected[name]) for name in tensors)
+    assert held["a"] is held["tied"]
+    assert held["host"].data_ptr() == CPU.data_ptr()
+    narrow = on_host({"a": torch.ones(2).to("sim")}, torch.bfloat16)
+    assert narrow["a"].dtype == torch.bfloat16
+
+
+def test_several_small_tensors_come_in_one_piece() -> None:
+    given = [torch.tensor([True, False, True]), torch.tensor(3.5, dtype=torch.float64), torch.arange(6).view(2, 3)]
+    on_device = [tensor.to("sim") for tensor in given]
+    with simulated_device.waits() as found:
+        there = fetch(*on_device)
+    assert found.total() == 1
+    for mine, theirs in zip(there, given, strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
