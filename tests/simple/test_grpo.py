@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
@@ -21,7 +22,8 @@ from mrl.errors import CheckpointError, ConfigError, DataError, RewardError, Tra
 from mrl.loop.recorded_run import RunResult
 from mrl.loop.replay import replay
 from mrl.store.checkpoints import list_checkpoints
-from mrl.store.run import read_rows
+from mrl.store.progress import Progress
+from mrl.store.run import RunStore, read_rows
 from mrl.system import interrupts
 from mrl.tracking.console import ConsoleTracker
 from tests.soak import rows_but
@@ -232,8 +234,15 @@ def test_none_is_no_zero_and_told(
 
     phases: list[str] = []
     monkeypatch.setattr(ConsoleTracker, "phase", lambda self, name, detail: phases.append(name))
+    reported: dict[str, Progress] = {}
+    monkeypatch.setattr(RunStore, "report", lambda self, facts: reported.setdefault(facts.stage, copy.copy(facts)))
     result = simple(reward_funcs=sometimes, max_steps=1, report_to=["console"])
     assert phases == ["loading data", "trying", "loading", "generating", "scoring", "training"]
+    assert list(reported) == phases[2:], "the record says what the display shows"
+    training, tokens = reported["training"], sum(row["tokens"] for row in rows_of(tmp_path))
+    assert (training.step, training.groups_done, training.groups_wanted, training.tokens) == (1, 4, 4, tokens)
+    assert (reported["scoring"].groups_done, reported["scoring"].tokens) == (0, tokens)
+    assert [worker.name for worker in training.workers] == ["simple"]
     cause = "no reward function scored it (sometimes returned None)"
     assert result.warnings[0] == f"4 of 16 rollouts could not be scored: {cause}"
     assert f"step 1: 4 of 16 rollouts could not be scored and are left out: {cause}" in capsys.readouterr().err
@@ -421,7 +430,7 @@ def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
     (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(4)))
     (tmp_path / "rewards.py").write_text(
         "import os\ncalls = 0\ndef r(completions, **_):\n    global calls\n    calls += 1\n"
-        f"    if calls == 3: os.kill(os.getpid(), {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
+        f"    if calls == 3: os.kill({os.getpid()}, {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
     )
 
     def mrl(command: str) -> int:
@@ -442,13 +451,13 @@ def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
 
 
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint(simple: Train, tmp_path: Path) -> None:
-    calls = 0
+    calls, process = 0, os.getpid()
 
     def interrupting(completions: list[str], **_: Any) -> list[float]:
         nonlocal calls
         calls += 1
         if calls == 3:  # before the run it is tried once
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(process, signal.SIGINT)
         return [float(i) for i, _ in enumerate(completions)]
 
     result = simple(reward_funcs=interrupting, max_steps=1000)
