@@ -116,7 +116,7 @@ def divide(
 
 
 def training_bytes(size: ModelSize, config: OrchestratorConfig) -> float:
-    """Weights, gradients, AdamW's state, the reference model's weights: float32 but for what an adapter leaves alone."""
+    """Weights, gradients, AdamW's state, the reference: float32 but for what an adapter leaves alone."""
     reference = config.algorithm.beta > 0 and not config.model.use_lora
     moments = 0 if config.training.offload_optimizer else 8
     narrow = 2 * size.linear if config.model.use_lora and config.model.dtype != "float32" else 0
