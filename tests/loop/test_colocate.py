@@ -273,9 +273,13 @@ def test_an_engine_that_dies_in_its_turn_is_replaced_in_it(
 ) -> None:
     generate = Sleeper.generate
 
+    dead: set[Sleeper] = set()
+
     async def dies(self: Sleeper, requests: list[GenerateRequest]) -> list[Completion]:
-        if "dies" not in calls:
+        if not dead:
             calls.append("dies")
+            dead.add(self)
+        if self in dead:
             raise EngineDied("killed")
         return await generate(self, requests)
 

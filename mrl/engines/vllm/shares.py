@@ -32,6 +32,8 @@ class ModelSize:
     """Parameters with a gradient: all of them, or the adapter's."""
     cached_numbers: int
     """Keys and values of one token, in numbers; 0 = not known."""
+    linear: int = 0
+    """Parameters of linear layers that are not tied to an embedding: below an adapter these are held in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,11 @@ def divide(
 
 
 def training_bytes(size: ModelSize, config: OrchestratorConfig) -> float:
-    """Weights, gradients, AdamW's state and the reference model's weights, all float32."""
+    """Weights, gradients, AdamW's state, the reference: float32 but for what an adapter leaves alone."""
     reference = config.algorithm.beta > 0 and not config.model.use_lora
     moments = 0 if config.training.offload_optimizer else 8
-    return float(4 * size.parameters * (2 if reference else 1) + (4 + moments) * size.trained)
+    narrow = 2 * size.linear if config.model.use_lora and config.model.dtype != "float32" else 0
+    return float(4 * size.parameters * (2 if reference else 1) - narrow + (4 + moments) * size.trained)
 
 
 def explicit_utilization(config: OrchestratorConfig) -> float | None:
@@ -144,7 +147,10 @@ def model_size(config: OrchestratorConfig) -> ModelSize:
             if isinstance(layer, nn.Linear) and (layer is not head if wanted is None else name.split(".")[-1] in wanted)
         ]
         trained = sum(config.model.lora_r * (layer.in_features + layer.out_features) for layer in layers)
-    return ModelSize(parameters, trained, _cached_numbers(load_config(config.model).get_text_config()))
+    tied = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    layers_of_all = (layer for layer in module.modules() if type(layer) is nn.Linear and id(layer.weight) not in tied)
+    linear = sum(p.numel() for layer in layers_of_all for p in layer.parameters())
+    return ModelSize(parameters, trained, _cached_numbers(load_config(config.model).get_text_config()), linear)
 
 
 def _cached_numbers(model: Any) -> int:

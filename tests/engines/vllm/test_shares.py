@@ -57,6 +57,8 @@ def test_an_adapter_trains_on_what_the_whole_model_does_not() -> None:
     adapter = ModelSize(SEVEN.parameters, 40_000_000, SEVEN.cached_numbers)
     found = divide(80 * GIB, adapter, config(use_lora=True, beta=0.1), 4096, bytes_per_number=2)
     assert found.training == 4 * adapter.parameters + 12 * adapter.trained, "the reference is the model without it"
+    narrow = ModelSize(SEVEN.parameters, 40_000_000, SEVEN.cached_numbers, linear=7_000_000_000)
+    assert divide(24 * GIB, narrow, config(use_lora=True), 4096, bytes_per_number=2).activations > 5 * GIB
     with pytest.raises(ConfigError, match=r"training needs 28\.8 GiB .*21\.5 GiB besides .*: offload_optimizer: true"):
         divide(24 * GIB, adapter, config(use_lora=True), 4096, bytes_per_number=2)
 
@@ -89,6 +91,9 @@ def test_a_models_size_is_counted_without_its_weights(tiny_model: str) -> None:
     whole = model_size(config(model=tiny_model))
     model = load_model(config(model=tiny_model, device="cpu").model)
     assert whole.parameters == whole.trained == model.num_parameters()
+    embeddings = model.get_input_embeddings().weight.numel()
+    norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
+    assert whole.linear == whole.parameters - embeddings - norms, "its head is tied"
     assert whole.cached_numbers == 2 * 2 * 2 * 8
     from mrl.actor.lora import add_lora
 
