@@ -28,7 +28,6 @@ from mrl.loop.collector import Collector
 from mrl.loop.colocate import Colocation
 from mrl.loop.preflight import Prepared, check_disk, colocated_places, prepare, total_steps
 from mrl.loop.producer import Producer
-from mrl.loop.progress import WorkerWatch
 from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Taken
@@ -75,8 +74,10 @@ class Orchestrator(RecordedRun):
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_scheduler()
         try:
-            watch = WorkerWatch(lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers])
-            async with self.progress.watching(self._look, watch):
+            looking = self.progress.watching(
+                self._look, lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers]
+            )
+            async with looking:
                 await self._loop()
         finally:
             await self.scheduler.close()

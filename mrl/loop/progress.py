@@ -20,6 +20,9 @@ from mrl.tracking import TrackerSet
 
 EVERY_SECONDS = 0.5
 
+Handles = Callable[[], Sequence[WorkerHandle]]
+"""The workers there are now: one that was replaced is another object of the same name."""
+
 
 class RunProgress:
     """The facts of one run, and who is told of them: the trackers that show them, and, once it is open, the store."""
@@ -28,6 +31,7 @@ class RunProgress:
         self.facts = Progress()
         self.trackers = trackers
         self.store: RunStore | None = None
+        self.workers = WorkerWatch()
         self._detail = ""
 
     def record(self, store: RunStore, step: int) -> None:
@@ -55,21 +59,22 @@ class RunProgress:
             self.store.report(self.facts)
 
     @contextlib.asynccontextmanager
-    async def watching(self, look: Callable[[], None], workers: WorkerWatch) -> AsyncIterator[None]:
-        """Within it, `look` brings the facts up to date twice a second, and the workers are asked how they are."""
-        watching = asyncio.create_task(self._watch(look, workers))
+    async def watching(self, look: Callable[[], None], rollout: Handles, others: Handles) -> AsyncIterator[None]:
+        """Within it, `look` brings the facts up to date twice a second, and the workers are asked how they are: those
+        that generate (`rollout`), and those that serve no policy."""
+        watching = asyncio.create_task(self._watch(look, rollout, others))
         try:
             yield
         finally:
             watching.cancel()
-            workers.close()
+            self.workers.close()
             # What somebody who only looks stumbles over is no reason to lose a run.
             await asyncio.gather(watching, return_exceptions=True)
 
-    async def _watch(self, look: Callable[[], None], workers: WorkerWatch) -> None:
+    async def _watch(self, look: Callable[[], None], rollout: Handles, others: Handles) -> None:
         while True:
-            self.facts.tokens += workers.look()
-            self.facts.workers = workers.health()
+            self.facts.tokens += self.workers.look(rollout(), others())
+            self.facts.workers = self.workers.health()
             look()
             self.tell()
             await asyncio.sleep(EVERY_SECONDS)
@@ -96,22 +101,19 @@ class _Place:
 
 
 class WorkerWatch:
-    """Asks rollout workers for the version they serve and the tokens they have sampled, each once at a time: one that
-    does not answer is neither asked again nor waited for.
-
-    rollout: the live ones by place. others: workers that serve no policy.
+    """Asks rollout workers for the version they serve and the tokens they have sampled, and others whether they are
+    alive; each once at a time: one that does not answer is neither asked again nor waited for.
     """
 
-    def __init__(self, rollout: Callable[[], Sequence[WorkerHandle]], others: Callable[[], Sequence[WorkerHandle]]):
-        self.rollout, self.others = rollout, others
+    def __init__(self) -> None:
         self._places: dict[str, _Place] = {}
         self._sampled = 0
 
-    def look(self) -> int:
+    def look(self, rollout: Sequence[WorkerHandle], others: Sequence[WorkerHandle]) -> int:
         """Ask everybody who has answered. Returns the tokens sampled since the last look, as far as they are known."""
-        for handle in self.rollout():
+        for handle in rollout:
             self._ask(handle, "progress")
-        for handle in self.others():
+        for handle in others:
             self._ask(handle, None)
         sampled, self._sampled = self._sampled, 0
         return sampled

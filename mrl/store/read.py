@@ -6,12 +6,14 @@ page costs the same at any depth.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -127,10 +129,11 @@ class RunReader:
             f"SELECT name, step_id / 2 AS step, value FROM metrics {index} "
             "WHERE step_id > ? AND step_id % 2 = ? ORDER BY name, step_id"
         )
-        found: dict[str, list[tuple[int, float]]] = {}
-        for name, step, value in self._all(sql, (step_id_of("eval", since), split == "eval")):
-            found.setdefault(name, []).append((step, read_number(value)))
-        return found
+        rows = self._tuples(sql, (step_id_of("eval", since), split == "eval"))
+        return {
+            name: [(step, read_number(value)) for _, step, value in group]
+            for name, group in itertools.groupby(rows, key=itemgetter(0))
+        }
 
     def metrics(self, step: int, split: Split = "train") -> dict[str, float]:
         """Every metric of a step; {} when there is no such step."""
@@ -259,14 +262,14 @@ class RunReader:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _metrics_of(self, step_ids: list[int]) -> list[sqlite3.Row]:
+    def _metrics_of(self, step_ids: list[int]) -> list[tuple[str, int, Any]]:
         if not step_ids:
             return []
         sql = (
             "SELECT name, step_id, value FROM metrics INDEXED BY metrics_by_step "
             "WHERE step_id BETWEEN ? AND ? AND step_id % 2 = ? ORDER BY step_id, name"
         )
-        return self._all(sql, (step_ids[0], step_ids[-1], step_ids[0] % 2))
+        return self._tuples(sql, (step_ids[0], step_ids[-1], step_ids[0] % 2))
 
     def _summaries(self, keys: list[int]) -> list[dict[str, Any]]:
         sql = "SELECT r.*, t.id AS task_id FROM rollouts AS r JOIN tasks AS t ON t.key = r.task_key WHERE r.key IN ({})"
@@ -289,6 +292,13 @@ class RunReader:
     def _all(self, sql: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
         with self._explained():
             return self._connection.execute(sql, values).fetchall()
+
+    def _tuples(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """As `_all`, for very many rows: plain tuples are several times faster to go through."""
+        with self._explained():
+            cursor = self._connection.cursor()
+            cursor.row_factory = None
+            return cursor.execute(sql, values).fetchall()
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:

@@ -6,33 +6,9 @@ import pytest
 import torch
 
 from mrl.actor.worker import ActorWorker
-from mrl.config import OrchestratorConfig
-from mrl.errors import TrainingError
 from mrl.experience.batch import make_batch
-from mrl.experience.failures import check_failures
-from mrl.experience.metrics import rollout_metrics
-from mrl.types import Group, Rollout, Sample, Task, TrainBatch
-
-
-def rollout(name: str, reward: float | None, length: int = 3, reason: str = "stop") -> Rollout:
-    sample = Sample([1, 2], list(range(10, 10 + length)), [-1.0] * length, [1] * length, 0, reason)
-    made = Rollout(name, "t", 0, [], [sample], reward=reward, rewards={"f": reward})
-    if reward is None:
-        made.fail("broken")
-    return made
-
-
-def config(**options: object) -> OrchestratorConfig:
-    return OrchestratorConfig.from_flat(**({"max_completion_length": 8, "max_tokens": 20} | options))
-
-
-def groups() -> list[Group]:
-    task = Task("t", "p")
-    return [
-        Group(task, [rollout("a0", 1.0), rollout("a1", 0.0, 5), rollout("a2", None)]),
-        Group(task, [rollout("b0", 1.0), rollout("b1", 1.0)]),
-        Group(task, [rollout("c0", 0.0, 12, "length"), rollout("c1", 1.0, 8, "length")]),
-    ]
+from mrl.types import TrainBatch
+from tests.experience.example_groups import config, groups, rollout
 
 
 def test_what_is_left_out_of_the_batch_still_counts_in_the_averages() -> None:
@@ -63,7 +39,7 @@ def test_leaving_out_samples_without_advantage_changes_no_gradient(tiny_model: s
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-7, rtol=1e-4)
 
 
-def test_a_step_that_teaches_nothing_leaves_the_weights_and_moves_the_schedule(tiny_model: str) -> None:
+def test_a_step_without_samples_leaves_the_weights_and_moves_the_schedule(tiny_model: str) -> None:
     actor = ActorWorker({"model": tiny_model, "device": "cpu"}, {"lr_scheduler_type": "linear"}, 4)
     actor.initialize()
     before = {name: p.clone() for name, p in actor.model.state_dict().items()}
@@ -71,22 +47,3 @@ def test_a_step_that_teaches_nothing_leaves_the_weights_and_moves_the_schedule(t
     assert all(torch.equal(before[name], p) for name, p in actor.model.state_dict().items())
     assert metrics["train/learning_rate"] == pytest.approx(5e-6 * 3 / 4)
     assert metrics["train/tokens"] == 0
-
-
-def test_metrics_of_a_step() -> None:
-    metrics = rollout_metrics(groups(), config())
-    assert metrics["rollout/failed_fraction"] == pytest.approx(1 / 7)
-    assert metrics["reward/mean"] == pytest.approx(4 / 6)
-    assert metrics["reward/pass_rate"] == pytest.approx(4 / 6)
-    assert metrics["reward/f/mean"] == pytest.approx(4 / 6)
-    assert metrics["reward/zero_variance_groups"] == pytest.approx(1 / 3)
-    assert metrics["rollout/truncated_fraction"] == pytest.approx(2 / 7)
-    assert metrics["rollout/overlong"] == 1
-    assert metrics["rollout/completion_length_max"] == 12
-    assert "eval/mean" in rollout_metrics(groups(), config(), prefix="eval")
-
-
-def test_failures_are_counted_by_cause() -> None:
-    check_failures(groups(), config(max_failed_fraction=0.5), step=3)
-    with pytest.raises(TrainingError, match=r"step 3: 1 of 7 rollouts.*\n  1 x broken"):
-        check_failures(groups(), config(max_failed_fraction=0.1), step=3)

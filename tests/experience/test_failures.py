@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.experience.failures import LONGEST, group_causes, in_lines, in_one_line
+from mrl.errors import TrainingError
+from mrl.experience.failures import LONGEST, check_failures, group_causes, in_lines, in_one_line
+from tests.experience.example_groups import config, groups
 
 
 def told(*messages: str) -> str:
@@ -32,3 +34,9 @@ def test_the_most_frequent_come_first_and_the_rest_is_counted() -> None:
     causes = group_causes([("a", 1), ("b", 5), (None, 2), ("c", 1), ("d", 1000)])
     assert in_lines(causes) == "  1,000 x d\n  5 x b\n  2 x no reason was given\n  2 x 2 other causes"
     assert len(told("x" * 1000)) == LONGEST
+
+
+def test_too_many_failures_end_the_run_with_their_causes_counted() -> None:
+    check_failures(groups(), config(max_failed_fraction=0.5), step=3)
+    with pytest.raises(TrainingError, match=r"step 3: 1 of 7 rollouts.*\n  1 x broken"):
+        check_failures(groups(), config(max_failed_fraction=0.1), step=3)

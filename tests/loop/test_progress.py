@@ -54,14 +54,13 @@ async def test_tokens_count_from_the_beginning_of_a_step(monkeypatch: pytest.Mon
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.01)
     trackers, counting, stage = Trackers(), Worker("rollout-0", served(3, 5000)), "generating"
     told = RunProgress(trackers)  # type: ignore[arg-type]
-    watch = WorkerWatch(lambda: [counting], list)  # type: ignore[list-item]
     told.begin("generating", 1, groups_wanted=8)
 
     async def until(phase: str) -> None:
         while trackers.phases[-1] != phase:
             await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(60), told.watching(lambda: told.stage(stage), watch):
+    async with asyncio.timeout(60), told.watching(lambda: told.stage(stage), lambda: [counting], list):  # type: ignore[list-item]
         assert trackers.phases == ["generating"]
         while not counting.calls:
             await asyncio.sleep(0.01)
@@ -84,16 +83,16 @@ async def test_workers_that_are_gone_silent_or_replaced() -> None:
     odd = Worker("rollout-2", RuntimeError("odd"))
     old, new = Worker("rollout-3", served(1, 100)), Worker("rollout-3", served(2, 7))
     workers = [silent, gone, odd, old]
-    watch = WorkerWatch(lambda: workers, lambda: [Worker("actor", True), Worker("reward", False)])  # type: ignore[list-item, return-value]
-    sampled = watch.look()
-    for _ in range(3):
+    others = [Worker("actor", True), Worker("reward", False)]
+    watch = WorkerWatch()
+
+    async def look() -> int:
         await asyncio.sleep(0.01)
-        sampled += watch.look()
+        return watch.look(workers, others)  # type: ignore[arg-type]
+
+    sampled = sum([await look() for _ in range(4)])
     workers[3] = new
-    for _ in range(3):
-        sampled += watch.look()
-        await asyncio.sleep(0.01)
-    sampled += watch.look()
+    sampled += sum([await look() for _ in range(4)])
     assert silent.calls == 1, "one that does not answer is not asked again"
     assert sampled == 7, "a new worker's engine counts from 0"
     health = {worker.name: (worker.alive, worker.version) for worker in watch.health()}
@@ -111,7 +110,7 @@ async def test_workers_that_are_gone_silent_or_replaced() -> None:
 
 async def test_a_look_that_stumbles_does_not_stop_the_run() -> None:
     told = RunProgress(Trackers())  # type: ignore[arg-type]
-    async with told.watching(lambda: 1 / 0 and None, WorkerWatch(list, list)):
+    async with told.watching(lambda: 1 / 0 and None, list, list):
         await asyncio.sleep(0.02)
 
 

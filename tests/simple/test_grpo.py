@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
@@ -21,7 +22,8 @@ from mrl.errors import CheckpointError, ConfigError, DataError, RewardError, Tra
 from mrl.loop.recorded_run import RunResult
 from mrl.loop.replay import replay
 from mrl.store.checkpoints import list_checkpoints
-from mrl.store.run import read_rows
+from mrl.store.progress import Progress
+from mrl.store.run import RunStore, read_rows
 from mrl.system import interrupts
 from mrl.tracking.console import ConsoleTracker
 from tests.soak import rows_but
@@ -232,8 +234,15 @@ def test_none_is_no_zero_and_told(
 
     phases: list[str] = []
     monkeypatch.setattr(ConsoleTracker, "phase", lambda self, name, detail: phases.append(name))
+    reported: dict[str, Progress] = {}
+    monkeypatch.setattr(RunStore, "report", lambda self, facts: reported.setdefault(facts.stage, copy.copy(facts)))
     result = simple(reward_funcs=sometimes, max_steps=1, report_to=["console"])
     assert phases == ["loading data", "trying", "loading", "generating", "scoring", "training"]
+    assert list(reported) == phases[2:], "the record says what the display shows"
+    training, tokens = reported["training"], sum(row["tokens"] for row in rows_of(tmp_path))
+    assert (training.step, training.groups_done, training.groups_wanted, training.tokens) == (1, 4, 4, tokens)
+    assert (reported["scoring"].groups_done, reported["scoring"].tokens) == (0, tokens)
+    assert [worker.name for worker in training.workers] == ["simple"]
     cause = "no reward function scored it (sometimes returned None)"
     assert result.warnings[0] == f"4 of 16 rollouts could not be scored: {cause}"
     assert f"step 1: 4 of 16 rollouts could not be scored and are left out: {cause}" in capsys.readouterr().err
