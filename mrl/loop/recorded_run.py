@@ -223,7 +223,7 @@ class RecordedRun(ABC):
         self._clean_up()
         self._reset()
         self._go_to_point(self.store)
-        self.store.event("restart", message, step=self.step)
+        self.store.event("restart", message)  # of no step, so that no further restart forgets it
         if self.point is None:
             set_random_state(self._random_before)
         self.prepared.notices = []  # they were told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import random
 from collections.abc import Callable
@@ -48,6 +50,8 @@ class RewardWorker:
             timeout=reward_timeout,
         )
         self._weights, self._timeout, self._seed = reward_weights, reward_timeout, seed
+        self._drawing = asyncio.Lock()
+        """Where functions get seeded random numbers, one call at a time draws from them."""
 
     def check_rows(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
         """rows: task id and columns. Raises DataError naming the first task that a reward cannot score."""
@@ -63,12 +67,14 @@ class RewardWorker:
     async def score(self, requests: list[RewardRequest], trainer_state: Any = None) -> RewardReport:
         """Score a batch. trainer_state: an object or a dict, handed to reward functions. Raises RewardError
         only when a reward breaks its contract; all else is in the report."""
-        if self._seed is not None and requests:
-            step = getattr(trainer_state, "global_step", 0)
-            seed_generators(derive_seed(self._seed, "reward", step, requests[0].rollout_id))
-        return await score_rows(
-            self.rewards, requests, weights=self._weights, timeout=self._timeout, trainer_state=trainer_state
-        )
+        draws = not all(getattr(reward, "independent", False) for reward in self.rewards)
+        async with self._drawing if self._seed is not None and draws else contextlib.nullcontext():
+            if self._seed is not None and requests:
+                step = getattr(trainer_state, "global_step", 0)
+                seed_generators(derive_seed(self._seed, "reward", step, requests[0].rollout_id))
+            return await score_rows(
+                self.rewards, requests, weights=self._weights, timeout=self._timeout, trainer_state=trainer_state
+            )
 
     async def close(self) -> None:
         """End the sandbox, and whatever it runs, and rewards that hold something."""

@@ -421,6 +421,7 @@ def test_the_command_line(
     assert json.loads(out[out.index("{\n") :])["steps"] == 3
 
 
+@pytest.mark.inline("its reward function interrupts its own process")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
     number: int, tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -430,7 +431,7 @@ def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
     (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(4)))
     (tmp_path / "rewards.py").write_text(
         "import os\ncalls = 0\ndef r(completions, **_):\n    global calls\n    calls += 1\n"
-        f"    if calls == 3: os.kill({os.getpid()}, {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
+        f"    if calls == 3: os.kill(os.getpid(), {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
     )
 
     def mrl(command: str) -> int:
