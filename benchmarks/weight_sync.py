@@ -107,10 +107,10 @@ class Actor:
     def __init__(self, publisher: Any) -> None:
         self.publisher = publisher
 
-    def host(self) -> str:
-        from mrl.weights.network import machine
+    def machine(self) -> str:
+        from mrl.system.machine import machine_id
 
-        return machine()
+        return machine_id()
 
     def write_weights(self, folder: str, version: int, **options: Any) -> Any:
         return self.publisher.files(Path(folder), version, **options)

@@ -51,7 +51,11 @@ class EngineDied(EngineError):
 
 
 class WorkerDied(MRLError):
-    """A worker is gone or missed its deadline."""
+    """A worker is gone or missed its deadline. worker: its name."""
+
+    def __init__(self, message: str, worker: str | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
 
 
 class SyncError(MRLError):

@@ -65,7 +65,7 @@ def load_config(config: ModelConfig) -> Any:
     """The model's `PreTrainedConfig`, without its weights. Raises ModelError."""
     from transformers import AutoConfig
 
-    source = _base_of_adapter(resolve_model(config.model)) or resolve_model(config.model)
+    source = base_of_adapter(resolve_model(config.model)) or resolve_model(config.model)
     with _explained(config.model):
         return AutoConfig.from_pretrained(
             source,
@@ -106,15 +106,18 @@ def _check_tokenizer_files(folder: Path) -> None:
         )
 
 
-def load_model(config: ModelConfig) -> PreTrainedModel:
-    """The model in float32 on its device, adapters merged. Raises ModelError."""
+def load_model(config: ModelConfig, *, matrices: torch.dtype | None = None) -> PreTrainedModel:
+    """The model in float32 on its device, adapters merged. Raises ModelError.
+
+    matrices: what to hold those of its parameters in that autocast would round to it at each use: see `narrow`.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # loading has no place in the run's own progress display
     source = resolve_model(config.model)
-    base = _base_of_adapter(source)
+    base = base_of_adapter(source)
     if _is_classifier(base or source):
         raise ModelError(
             f"model {config.model!r}: it gives a score instead of text (its config.json names a sequence "
@@ -132,8 +135,34 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
+    if matrices is not None:
+        narrow(model, matrices)
     model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
     return model.eval()
+
+
+def narrow(model: Any, dtype: torch.dtype) -> None:
+    """Hold in `dtype` what autocast multiplies by in `dtype` anyway, in place: numbers under autocast stay the same.
+
+    These are the linear layers. Embeddings, a head that is tied to them, norms, and experts whose matrices are one
+    tensor stay: autocast does not round these, or not always.
+    """
+    import torch
+
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and id(module.weight) not in embeddings:
+            module.to(dtype)
+
+
+def without_weights(config: ModelConfig) -> PreTrainedModel:
+    """The model with tensors that take no memory, to see what it is made of. Raises ModelError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model_config = load_config(config)
+    with _LOADING, _explained(config.model), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
 
 
 def load_classifier(config: ModelConfig) -> PreTrainedModel:
@@ -144,7 +173,7 @@ def load_classifier(config: ModelConfig) -> PreTrainedModel:
 
     logging.disable_progress_bar()
     source = resolve_model(config.model)
-    if _base_of_adapter(source) is not None:
+    if base_of_adapter(source) is not None:
         raise ModelError(f"model {config.model!r}: is an adapter; `mrl checkpoints RUN export FOLDER --merged` first")
     with _LOADING, _explained(config.model):
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -268,7 +297,8 @@ def _damaged_file(name: str) -> Path | None:
     return None
 
 
-def _base_of_adapter(source: str) -> str | None:
+def base_of_adapter(source: str) -> str | None:
+    """What the adapter in the folder `source` adapts, by its name; None = there is none. Raises ModelError."""
     path = Path(source) / "adapter_config.json"
     if not path.is_file():
         return None

@@ -14,11 +14,29 @@ import difflib
 import importlib
 from collections.abc import Callable
 from importlib import metadata
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mrl.errors import ConfigError
 
 T = TypeVar("T")
+
+_sets: dict[str, Registry[Any]] = {}
+"""The open sets there are in this process, by kind."""
+_waiting: dict[str, dict[str, Any]] = {}
+"""Members of sets that do not exist yet."""
+
+
+def registrations() -> dict[str, dict[str, Any]]:
+    """What was added to open sets in this process, by kind of set and by name: backends whose workers live in other
+    processes `adopt` it there."""
+    return {kind: dict(members._registered) for kind, members in _sets.items() if members._registered}
+
+
+def adopt(registered: dict[str, dict[str, Any]]) -> None:
+    """Add what another process has registered."""
+    for kind, members in registered.items():
+        there = _sets[kind]._registered if kind in _sets else _waiting.setdefault(kind, {})
+        there.update(members)
 
 
 class Registry(Generic[T]):
@@ -31,7 +49,8 @@ class Registry(Generic[T]):
         self.kind = kind
         self.option = option
         self._builtin = dict(builtin or {})
-        self._registered: dict[str, T] = {}
+        self._registered: dict[str, T] = _waiting.pop(kind, {})
+        _sets.setdefault(kind, self)
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that adds a member. Raises ConfigError when the name is taken."""

@@ -132,8 +132,8 @@ class WeightRef:
     """The directory is on a disk shared between machines: wait so long for it to appear, and copy it before use."""
     base: int | None = None
     """Of a delta: the version it changes."""
-    host: str | None = None
-    """Machine whose memory the directory is in; workers on others fetch it from `addresses` with `token`."""
+    machine: str | None = None
+    """Whose memory the directory is in (`machine_id`); workers on others fetch it from `addresses` with `token`."""
     addresses: list[str] = field(default_factory=list)
     token: str | None = field(default=None, repr=False)
 

@@ -25,13 +25,30 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend",
+        choices=["inline", "processes"],
+        default="inline",
+        help="where runs have their workers that do not say it: `processes` of their own stand for other machines",
+    )
     group = parser.getgroup("soak")
     group.addoption("--soak-sample", type=int, metavar="N", help="of the tests that -m leaves, N, chosen by --soak-key")
     group.addoption("--soak-key", default="", metavar="COMMIT", help="another one, another choice")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--backend") == "processes":
+        from mrl.backends import BACKENDS
+
+        BACKENDS._builtin["inline"] = "tests.process_backend:ProcessBackend"
+
+
 @pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--backend") == "processes":
+        for item in items:
+            if (mark := item.get_closest_marker("inline")) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"with workers in this process: {mark.args[0]}"))
     number = config.getoption("--soak-sample")
     if number is None:
         return
@@ -61,6 +78,15 @@ def _no_pictures() -> None:
     """Drawing a run's curve takes as long as a run of a few steps on a tiny model."""
     if trainer := sys.modules.get("mrl.trainer"):  # importing it takes longer than most tests
         trainer.write_png = lambda run: None
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`backend: processes` is there: every worker in a process of its own."""
+    from mrl.backends import BACKENDS
+    from tests.process_backend import ProcessBackend
+
+    monkeypatch.setitem(BACKENDS._registered, "processes", ProcessBackend)
 
 
 @pytest.fixture
@@ -188,7 +214,9 @@ def _vllm(model: str, **changes: object) -> Iterator[VLLMEngine]:
     from mrl.engines.vllm.engine import VLLMEngine
 
     config = ModelConfig(model=model, device="cpu", max_model_len=256, **changes)
-    engine = VLLMEngine.create(config, vllm_args={"block_size": 32}, vllm_kv_cache_gb=0.25, lora_sync="adapter")
+    engine = VLLMEngine.create(
+        config, vllm_args={"block_size": 32}, vllm_kv_cache_gb=0.25, lora_sync="adapter", repeatable_sampling=True
+    )
     yield engine
     engine.close()
 
@@ -214,8 +242,6 @@ def rows_of() -> Callable[..., Rows]:
         return Rows(
             samples=[Sample([], [0] * n, [0.0] * n, [1] * n, 0) for n in lengths],
             ids_BL=ids_BT,
-            prompt_lengths_B=torch.zeros(rows, dtype=torch.long),
-            completion_lengths_B=torch.tensor(lengths),
             completion_BT=ids_BT,
             mask_BT=mask_BT,
             advantages_BT=advantages_BT,

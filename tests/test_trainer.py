@@ -165,13 +165,14 @@ def test_truncated_completions_can_be_masked(tiny_model: str, tmp_path: Path) ->
 
 
 def test_messages_and_async_rewards(tiny_model: str, tmp_path: Path) -> None:
-    seen: list[Any] = []
+    log = tmp_path / "seen"
 
     async def reward(
         prompts: list[Any], completions: list[Any], completion_ids: list[Any], trainer_state: Any, **_: Any
     ):
         await asyncio.sleep(0)
-        seen.append((prompts[0], completions[0], trainer_state.global_step))
+        with log.open("a") as file:
+            print(json.dumps([prompts[0], completions[0], trainer_state.global_step]), file=file)
         return [float(len(ids)) for ids in completion_ids]
 
     tasks = [{"prompt": [{"role": "user", "content": f"hi {i}"}]} for i in range(4)]
@@ -184,6 +185,7 @@ def test_messages_and_async_rewards(tiny_model: str, tmp_path: Path) -> None:
     notices = [row["message"] for row in read_rows(tmp_path / "r", "events") if row["kind"] == "notice"]
     assert len(notices) == 1, "the other one is right, and defaults need none"
     assert "letters gives 1 and 1 for completions as messages and 16 and" in notices[0]
+    seen = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step for _, _, step in seen[:-1]] == [0, 0], "tried with both kinds of completions"
     prompt, completion, step = seen[-1]
     assert prompt[0]["role"] == "user"

@@ -77,6 +77,17 @@ def public_state_dict(model: Any) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in to_hub(inner, merged_state_dict(model)).items()}
 
 
+def saved_state_dict(model: Any) -> dict[str, Tensor]:
+    """The live tensors that `save_pretrained` writes: all, or of a model with an adapter the adapter's."""
+    state: dict[str, Tensor] = model.state_dict()
+    if not hasattr(model, "get_base_model"):
+        return dict(state)
+    from peft import get_peft_model_state_dict
+
+    written = {id(tensor) for tensor in get_peft_model_state_dict(model, state_dict=state).values()}
+    return {name: tensor for name, tensor in state.items() if id(tensor) in written}
+
+
 def adapts_parameters(model: Any) -> bool:
     """Whether its adapter has parts for tensors that are no layer's weight, such as all experts' in one."""
     return any(hasattr(module, "parameter_name") and hasattr(module, "base_layer") for module in model.modules())

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from mrl.system.memory import rounded
 from mrl.types import Sample
 
 CPU_TOKENS = 2048
 """Tokens of a micro-batch by default. On CPUs more takes memory and no less time."""
-GPU_TOKENS = 16384
+GPU_SHARE = 0.6
+"""Of what will be free on a GPU while a step is computed, this is meant for activations: their size is estimated."""
+MOST_GPU_TOKENS, FEWEST_GPU_TOKENS = 32768, 512
+"""More takes no less time for each token, and with fewer a GPU waits for its own kernels."""
+
+
+def gpu_tokens(config: Any, free: int, *, narrow: bool, checkpointing: bool) -> int:
+    """Tokens of a micro-batch whose activations fit into `GPU_SHARE` of `free` bytes.
+
+    config: the model's own, for its widths and layers. narrow: it multiplies in two bytes under autocast. A layer keeps
+    for its backward pass, of each token, the residual stream and what its norms make of it in float32 (some 12 widths'
+    worth), queries, keys, values and what attention makes of them (8), and the gated feed-forward's inner states (6 of
+    those widths); with checkpointing only its input, and one layer at a time all of that.
+    """
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    size = 2 if narrow else 4
+    one_layer = 4 * 12 * hidden + size * (8 * hidden + 6 * inner)
+    layers: int = config.num_hidden_layers
+    each = 4 * hidden * layers + one_layer if checkpointing else one_layer * layers
+    return min(MOST_GPU_TOKENS, max(FEWEST_GPU_TOKENS, rounded(int(GPU_SHARE * free) // each)))
 
 
 def by_count(samples: Sequence[Sample], parts: int) -> list[list[int]]:

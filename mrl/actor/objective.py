@@ -120,10 +120,10 @@ class Objective:
         correction = self.config.importance_sampling
         log_weights_BT = log_importance(trainer_BT, part.sampler_logprobs_BT, part.mask_BT, correction)
         once_BT = weighed_once(part.mask_BT, correction)
-        metrics.importance(log_weights_BT[once_BT], None if correction == "none" else correction_BT[once_BT])
+        metrics.importance(log_weights_BT, None if correction == "none" else correction_BT, once_BT)
         if part.compared_BT is not None:
             gap_BT = unexplained_gap(trainer_BT, part.sampler_logprobs_BT, part.cut.largest_gain)
-            metrics.unexplained(gap_BT[part.compared_BT])
+            metrics.unexplained(gap_BT, part.compared_BT)
 
 
 def loss_settings(config: AlgorithmConfig) -> LossSettings:

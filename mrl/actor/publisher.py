@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.actor.lora import adapts_parameters, merged_state_dict, public_state_dict
+from mrl.actor.lora import adapts_parameters, merged_state_dict, public_state_dict, saved_state_dict
 from mrl.errors import SyncError
+from mrl.system.machine import machine_id
+from mrl.system.transfers import on_host
 from mrl.types import WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.delta import DeltaWriter
 from mrl.weights.files import adapter_ref, publish, publish_folder, size_of, without_aliases
-from mrl.weights.network import WeightServer, machine
+from mrl.weights.network import WeightServer
 from mrl.weights.tensors import FILE, MappedFile
 
 
@@ -71,7 +73,7 @@ class Publisher:
             assert ref.path is not None
             self.server = self.server or WeightServer()
             self.server.publish(Path(ref.path), version)
-            ref.host, ref.addresses, ref.token = machine(), self.server.addresses, self.server.token
+            ref.machine, ref.addresses, ref.token = machine_id(), self.server.addresses, self.server.token
         return ref
 
     def _overwrite(self, folder: Path, version: int, dtype: str | None) -> WeightRef:
@@ -89,9 +91,7 @@ class Publisher:
 
     def whole_model(self, folder: Path, version: int, *, dtype: str | None = None) -> WeightRef:
         """A Hugging Face model folder with configuration and tokenizer. Raises SyncError."""
-        tensors, kind = merged_state_dict(self.model), _dtype(dtype)  # `save_pretrained` names them
-        if kind is not None:
-            tensors = {n: t.to(kind) if t.is_floating_point() else t for n, t in tensors.items()}
+        tensors = on_host(merged_state_dict(self.model), _dtype(dtype))  # `save_pretrained` names them
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
         def fill(partial: Path) -> None:
@@ -123,7 +123,7 @@ class Publisher:
                 "the adapter has parts for experts, whose weights this model holds in one tensor, and engines do not "
                 "load such adapters; use lora_sync: merged, or lora_target_modules without the experts' layers"
             )
-        self.model.save_pretrained(partial)
+        self.model.save_pretrained(partial, state_dict=on_host(saved_state_dict(self.model)))
         for extra in partial.iterdir():
             if extra.name not in ("adapter_config.json", "adapter_model.safetensors"):
                 shutil.rmtree(extra) if extra.is_dir() else extra.unlink()

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.actor.lora import saved_state_dict
 from mrl.actor.optimizer import load_optimizer
 from mrl.errors import CheckpointError, MRLError
 from mrl.store.checkpoints import SERVED
+from mrl.system.transfers import on_host
 
 MISMATCH_PROBE = "trainer/gap_probe.json"
 """File in a checkpoint."""
@@ -36,7 +38,7 @@ class Snapshot:
 
     def write(self, folder: Path, served: str | None = None) -> None:
         """Write model, tokenizer, optimizer, schedule and RNG states into `folder`, and the file `served` as it is."""
-        self.model.save_pretrained(folder, state_dict=self.tensors)
+        self.model.save_pretrained(folder, state_dict=on_host(self.tensors))
         self.tokenizer.save_pretrained(folder)
         torch.save(self.optimizer, folder / "trainer" / "optimizer.pt")
         torch.save(self.scheduler, folder / "trainer" / "scheduler.pt")
@@ -48,7 +50,7 @@ class Snapshot:
 
 def take_snapshot(model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, *, copy: bool) -> Snapshot:
     """The state now; with `copy`, in host memory of its own."""
-    tensors, optimizer_state = dict(model.state_dict()), optimizer.state_dict()
+    tensors, optimizer_state = saved_state_dict(model), optimizer.state_dict()
     rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state_all()
@@ -67,7 +69,7 @@ def fits_in_memory_twice(model: Any, optimizer: Any) -> bool:
     """Whether a copy of the training state leaves as much host memory free again."""
     import psutil
 
-    tensors = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
+    tensors = [*saved_state_dict(model).values(), *(t for s in optimizer.state.values() for t in s.values())]
     size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
     return bool(psutil.virtual_memory().available > 2 * size)
 
@@ -80,9 +82,9 @@ def load_snapshot(folder: Path, model: Any, optimizer: Any, scheduler: Any, *, u
     """
     try:
         _load_tensors(folder, model)
-        state = torch.load(folder / "trainer" / "optimizer.pt", weights_only=True)
+        state = torch.load(folder / "trainer" / "optimizer.pt", weights_only=True, map_location="cpu")
         load_optimizer(optimizer, scheduler, state, updates)
-        rng = torch.load(folder / "trainer" / "rng.pt", weights_only=True)
+        rng = torch.load(folder / "trainer" / "rng.pt", weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, ValueError, KeyError, MRLError) as error:
         raise CheckpointError(f"{folder}: does not fit this model and configuration ({error})") from error
     torch.set_rng_state(rng["cpu"])

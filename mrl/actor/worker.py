@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from mrl.actor.lora import adapts_parameters, add_lora
-from mrl.actor.micro_batches import CPU_TOKENS, GPU_TOKENS, by_count, by_tokens
+from mrl.actor.micro_batches import CPU_TOKENS, by_count, by_tokens, gpu_tokens
 from mrl.actor.objective import Objective, kl_estimator
 from mrl.actor.optimizer import check_offload, make_optimizer, make_scheduler
 from mrl.actor.publisher import Publisher
+from mrl.actor.residence import Residence
 from mrl.actor.snapshot import MISMATCH_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
 from mrl.actor.step_metrics import StepMetrics
 from mrl.algorithms.kl import estimate_kl
@@ -39,10 +40,12 @@ from mrl.modeling.rows import Rows, make_rows
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.system.environment import computing_environment
+from mrl.system.machine import machine_id
+from mrl.system.memory import claim, unclaimed
 from mrl.system.threads import submit
+from mrl.system.transfers import fetch, onto
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.weights.hub_names import check_round_trip
-from mrl.weights.network import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,8 +108,11 @@ class ActorWorker:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.parameters, config, self.device)
         self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
+        models = [self.model] if self.reference is None else [self.model, self.reference]
+        self.residence = Residence(models, self.optimizer, self.device)
         self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
         self.mismatch_probe = MismatchProbe(self.forward, self.algorithm.max_logprob_gap)
+        self.micro_batch_tokens = config.max_tokens_per_micro_batch or self._default_tokens()
         self.compiled: CompiledLayers | None = None
         notices = self.forward.notices
         if config.torch_compile:
@@ -147,33 +153,33 @@ class ActorWorker:
     def reference_logprobs(self, samples: list[Sample], temperature: float) -> list[list[float]]:
         """Logprobs of the samples' tokens under the policy before training, for `Sample.reference_logprobs`; 0 where
         the policy did not sample. May run while the samples are being scored."""
-        logprobs: list[list[float]] = [[] for _ in samples]
         if not samples:
-            return logprobs
+            return []
         rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        logprobs_BT = torch.zeros_like(rows.mask_BT)
         for index in self._micro_batches(samples):
-            for row, values in zip(index, self._reference_logprobs(rows.take(index)).tolist(), strict=True):
-                logprobs[row] = values[: len(samples[row].completion_ids)]
-        return logprobs
+            part_BT = self._reference_logprobs(rows.take(index))
+            logprobs_BT[onto(self.device, index), : part_BT.shape[1]] = part_BT
+        pairs = zip(samples, logprobs_BT.tolist(), strict=True)
+        return [values[: len(sample.completion_ids)] for sample, values in pairs]
 
     def reference_kl(self, samples: list[Sample], temperature: float) -> list[float]:
         """KL to the reference model of each sample, in nats: the sum of the estimates at its sampled tokens."""
-        kl = [0.0] * len(samples)
         if not samples:
-            return kl
+            return []
         rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        kl_B = torch.zeros(len(samples), dtype=torch.float64, device=self.device)
         for index in self._micro_batches(samples):
             part = rows.take(index)
             reference_BT = self._reference_logprobs(part) if part.ref_logprobs_BT is None else part.ref_logprobs_BT
             kl_BT = estimate_kl(self._logprobs(self.model, part)[0], reference_BT, kl_estimator(self.algorithm))
-            sums_B = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(dim=1, dtype=torch.float64)
-            for row, value in zip(index, sums_B.tolist(), strict=True):
-                kl[row] = value
+            kl_B[onto(self.device, index)] = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(dim=1, dtype=torch.float64)
+        kl: list[float] = kl_B.tolist()
         return kl
 
-    def host(self) -> str:
-        """The machine it is on."""
-        return machine()
+    def machine(self) -> str:
+        """Which one it is on (`machine_id`)."""
+        return machine_id()
 
     def share_module(self, version: int) -> WeightRef:
         """The live module itself, for workers in this process. An adapter stays active in it. Raises SyncError."""
@@ -245,6 +251,15 @@ class ActorWorker:
         if (probe := Path(path) / MISMATCH_PROBE).exists():  # older checkpoints have none
             self.mismatch_probe.load_state(json.loads(probe.read_text()))
 
+    def leave_device(self) -> None:
+        """Put weights and optimizer state into host memory: another process has the device until `return_to_device`.
+        Checkpoints can be saved meanwhile, nothing computed."""
+        self.residence.leave()
+
+    def return_to_device(self) -> None:
+        """After `leave_device`. Raises TrainingError where the device has no room."""
+        self.residence.come_back()
+
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""
         if self.writing is not None:
@@ -284,28 +299,32 @@ class ActorWorker:
     def _update(self, parts: list[Rows], metrics: StepMetrics) -> None:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
+        loss = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
         with fixed_order(self.device), self.compiled.active() if self.compiled else contextlib.nullcontext():
             for part in parts:
                 part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
                 part_loss.backward()
-                loss += part_loss.item()
+                loss += part_loss.detach()
         for part in parts:  # the policy before the first update is what that update's own pass has shown
             if part.old_logprobs_BT is None:
                 part.old_logprobs_BT = part.new_logprobs_BT
-        self.mismatch_probe.examine(self.model, parts, metrics.unexplained_gap())
         if self.keep_gradient_norms:
             named = ((name, p.grad) for name, p in self.model.named_parameters())
-            self.gradient_norms = {name: grad.norm().item() for name, grad in named if grad is not None}
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm).item()
+            norms = {name: grad.norm() for name, grad in named if grad is not None}
+            values = (value.item() for value in fetch(*norms.values()))
+            self.gradient_norms = dict(zip(norms, values, strict=True))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        total, grad_norm = metrics.update(loss, norm)
+        self.mismatch_probe.examine(self.model, parts, metrics.unexplained_gap())
         self.model.eval()
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        finite = math.isfinite(total) and math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
+            claim(self, self.device, 0)  # its state is there from now on
         self._advance_schedule()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics.update(loss, grad_norm, skipped=not finite)
-        self._watch_for_divergence(finite, loss, grad_norm)
+        metrics.skipped += not finite
+        self._watch_for_divergence(finite, total, grad_norm)
 
     def _pass_over(self) -> dict[str, float]:
         """A step that teaches nothing: no update, but the schedule goes on."""
@@ -346,7 +365,7 @@ class ActorWorker:
         logprobs_BT, entropy_BT = torch.zeros_like(rows.mask_BT), torch.zeros_like(rows.mask_BT)
         for index in micro_batches:
             part = rows.take(index)
-            place = (torch.tensor(index, device=self.device), slice(part.mask_BT.shape[1]))
+            place = (onto(self.device, index), slice(part.mask_BT.shape[1]))
             logprobs_BT[place], entropy_BT[place] = self._logprobs(self.model, part, entropy=True)
         return logprobs_BT, entropy_BT
 
@@ -356,9 +375,23 @@ class ActorWorker:
         with self.model.disable_adapter():  # type: ignore[operator]
             return self._logprobs(self.model, rows)[0]
 
+    def _default_tokens(self) -> int:
+        """Of a micro-batch, by what will be left of the device's memory; the optimizer's state comes with its first
+        update, and its gradients with each."""
+        free = unclaimed(self.device)
+        if free is None:
+            return CPU_TOKENS
+        trained = sum(p.numel() * p.element_size() for p in self.parameters)
+        claim(self, self.device, 0 if self.config.offload_optimizer else 2 * trained)
+        later = trained if self.config.offload_optimizer else 3 * trained
+        return gpu_tokens(
+            self.model.config.get_text_config(),
+            max(0, free - later),
+            narrow=self.autocast_dtype is not None,
+            checkpointing=self.config.gradient_checkpointing,
+        )
+
     def _micro_batches(self, samples: list[Sample]) -> list[list[int]]:
         if self.config.gradient_accumulation_steps > 1:
             return by_count(samples, self.config.gradient_accumulation_steps)
-        default = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
-        most = self.config.max_tokens_per_micro_batch or default
-        return by_tokens(samples, most, shared_prompts=self.forward.packs)
+        return by_tokens(samples, self.micro_batch_tokens, shared_prompts=self.forward.packs)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.algorithms.products import add_product, product
+
 CPU_TILE = (1024, 4096)
 """Tokens × words whose logits exist at once: 16 MB in float32. 2 to 16 MB take the same time, 150 MB a third more."""
 GPU_TILE = (4096, 16384)
@@ -57,9 +59,10 @@ def token_logprobs(
     """log softmax(logits / temperature) at each target, and the entropy of that distribution in nats; N each, float32
     (float64 where the product is).
 
-    logits = transform(hidden @ weight^T + low rank + bias), multiplied in `compute_dtype` (default: the weight's), the
-    softmax in float32. Differentiable in hidden, weight, bias and the low-rank pair; tokens whose gradient is 0 cost
-    nothing in the backward pass. The entropy carries a gradient with `entropy_grad`, and is 0 without `entropy`.
+    logits = transform(hidden @ weight^T + low rank + bias), multiplied in `compute_dtype` (default: the weight's),
+    summed up and kept in float32. Differentiable in hidden, weight, bias and the low-rank pair; on the CPU, tokens
+    whose gradient is 0 cost nothing in the backward pass. The entropy carries a gradient with `entropy_grad`, and is 0
+    without `entropy`.
     tile: tokens and words whose logits exist at once.
     """
     device = hidden_NH.device
@@ -139,7 +142,8 @@ class _TiledLogprobs(torch.autograd.Function):
         needed = [need and t is not None for need, t in zip(ctx.needs_input_grad, ctx.saved_tensors, strict=False)][:5]
         grad_entropy_N = grad_entropy_N if settings.entropy_grad else None
         active = grad_N != 0 if grad_entropy_N is None else (grad_N != 0) | (grad_entropy_N != 0)
-        rows = None if bool(active.all()) else active.nonzero().squeeze(1)
+        # On an accelerator the host would have to wait for it to know which tokens to leave out.
+        rows = None if not hidden.is_cpu or bool(active.all()) else active.nonzero().squeeze(1)
 
         def kept(value: Tensor | None) -> Tensor | None:
             return value if rows is None or value is None else value[rows]
@@ -166,7 +170,7 @@ class _Head:
         self.tokens = [slice(i, min(i + tokens, len(hidden))) for i in range(0, len(hidden), tokens)]
         self.words = [slice(i, min(i + words, len(weight))) for i in range(0, len(weight), words)]
         size = min(tokens, len(hidden)) * min(words, len(weight))
-        self.memory = torch.empty(size, dtype=settings.dtype, device=hidden.device)
+        self.memory = torch.empty(size, dtype=settings.sum_dtype, device=hidden.device)
 
     def word_tiles(self) -> Iterator[slice]:
         """Slices of the vocabulary. Casts of the head's weights exist for one slice at a time."""
@@ -181,11 +185,10 @@ class _Head:
         transform = self.settings.transform
         for tokens in self.tokens:
             shape = (tokens.stop - tokens.start, words.stop - words.start)
-            out = self.memory[: shape[0] * shape[1]].view(shape)
-            torch.mm(self.hidden_NH[tokens], self.weight_WH.T, out=out)
+            logits_CW = self.memory[: shape[0] * shape[1]].view(shape)
+            product(self.hidden_NH[tokens], self.weight_WH.T, out=logits_CW)
             if self.low_NR is not None and self.low_WR is not None:
-                out.addmm_(self.low_NR[tokens], self.low_WR.T)
-            logits_CW = out.to(self.settings.sum_dtype)
+                add_product(logits_CW, self.low_NR[tokens], self.low_WR.T)
             if self.bias_W is not None:
                 logits_CW += self.bias_W
             if transform.softcap is not None:
@@ -240,10 +243,10 @@ class _Gradients:
                 product_CW = wrong_CW.to(dtype)
                 for grad, other in ((hidden_NH, head.weight_WH), (low_in_NR, head.low_WR)):
                     if grad is not None and other is not None:
-                        _add_product(grad[tokens], product_CW, other)
+                        add_product(grad[tokens], product_CW, other)
                 for name, rows in (("weight", scaled_hidden_NH), ("low", scaled_low_NR)):
                     if name in sums and rows is not None:
-                        _add_product(sums[name], product_CW.T, rows[tokens])
+                        add_product(sums[name], product_CW.T, rows[tokens])
             for name, whole in (("weight", weight_VH), ("low", low_out_VR), ("bias", bias_V)):
                 if whole is not None:
                     whole[words] = sums[name]
@@ -279,13 +282,3 @@ def _columns(targets_C: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     column_C = targets_C - words.start
     inside_C = (column_C >= 0) & (column_C < words.stop - words.start)
     return column_C.clamp(0, words.stop - words.start - 1), inside_C
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right. On GPUs a product of bfloat16 is not rounded before it is added to a float32 total."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right

@@ -7,14 +7,13 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from mrl.backends import base
 from mrl.backends.base import Resources
-from mrl.errors import WorkerDied
+from mrl.errors import ConfigError, WorkerDied
 from mrl.system.threads import InTurn
-
-ENDING_SECONDS = 10.0
-"""How long a worker that is ended may still take over the call it is in."""
 
 
 class InlineHandle:
@@ -27,28 +26,48 @@ class InlineHandle:
         self.worker: Any | None = worker
         self.name = name
         self.timeout = timeout
-        self.calls = InTurn(f"mrl-{name}")
+        self.blocking = InTurn(f"mrl-{name}")
+        self.asynchronous: set[asyncio.Task[Any]] = set()
+        self.missed_deadline = False
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         if self.worker is None:
-            raise WorkerDied(f"{self.name}: was ended and cannot answer {method}()")
+            raise WorkerDied(f"{self.name}: was ended and cannot answer {method}()", self.name)
+        seconds = self.timeout if timeout is None else timeout
         bound = getattr(self.worker, method)
-        deadline = asyncio.timeout(self.timeout)
+        answer: asyncio.Future[Any]
+        if inspect.iscoroutinefunction(bound):
+            answer = asyncio.create_task(bound(*args, **kwargs))
+            self.asynchronous.add(answer)
+            answer.add_done_callback(self.asynchronous.discard)
+        else:
+            answer = asyncio.wrap_future(self.blocking.submit(method, functools.partial(bound, *args, **kwargs)))
         try:
-            async with deadline:
-                if inspect.iscoroutinefunction(bound):
-                    return await bound(*args, **kwargs)
-                work = functools.partial(bound, *args, **kwargs)
-                return await asyncio.wrap_future(self.calls.submit(method, work))
-        except TimeoutError:
-            if not deadline.expired():  # the method's own
-                raise
-            running = self.calls.running
-            behind = f" (it waited for {running}(), which still runs)" if running not in (None, method) else ""
-            raise WorkerDied(
-                f"{self.name}: {method}() did not finish in {self.timeout:.0f} s{behind}; raise call_timeout if it "
-                "needs longer"
-            ) from None
+            await asyncio.wait({answer}, timeout=seconds)
+        except asyncio.CancelledError:
+            await self._give_up(answer, method)
+            raise
+        if not answer.done():
+            self.missed_deadline = True
+            running = self.blocking.running
+            await self._give_up(answer, method)
+            raise WorkerDied(_missed(self.name, method, seconds, running, default=timeout is None), self.name)
+        if answer.cancelled():
+            raise WorkerDied(f"{self.name}: was ended during {method}()", self.name)
+        return answer.result()
+
+    async def _give_up(self, answer: asyncio.Future[Any], method: str) -> None:
+        """Cancel what can be cancelled, and wait until it has ended: a blocking method goes on on its thread."""
+        answer.cancel()
+        await asyncio.wait({answer}, timeout=base.ENDING_SECONDS)
+        if not answer.done():
+            warnings.warn(
+                f"{self.name}: {method}() still runs {base.ENDING_SECONDS:.0f} s after it was cancelled; left behind",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif not answer.cancelled():
+            answer.exception()  # nobody asks for it any more
 
     async def kill(self) -> None:
         """End it: it is closed once the call it is in has ended, never during it. One that hangs is left behind, with
@@ -56,16 +75,18 @@ class InlineHandle:
         worker, self.worker = self.worker, None
         if worker is None:
             return
-        self.calls.drop_waiting()
-        ended = asyncio.wrap_future(self.calls.submit("ending", _nothing))
+        self.blocking.drop_waiting()
+        ended: set[asyncio.Future[Any]] = {asyncio.wrap_future(self.blocking.submit("ending", _nothing))}
+        for task in self.asynchronous:
+            task.cancel()
+        ended |= self.asynchronous
         close: Callable[[], Any] = getattr(worker, "close", _nothing)
-        closed = None if inspect.iscoroutinefunction(close) else self.calls.submit("close", close)
-        await asyncio.wait([ended], timeout=ENDING_SECONDS)
-        if not ended.done():
-            ended.cancel()
+        closed = None if inspect.iscoroutinefunction(close) else self.blocking.submit("close", close)
+        _, running = await asyncio.wait(ended, timeout=base.ENDING_SECONDS)
+        if running:
             warnings.warn(
-                f"{self.name}: {self.calls.running}() still runs {ENDING_SECONDS:.0f} s after its worker was ended; it "
-                "is left behind, and the worker is closed when it returns, if ever",
+                f"{self.name}: {self.blocking.running or 'a call'}() still runs {base.ENDING_SECONDS:.0f} s after its "
+                "worker was ended; it is left behind, and the worker is closed when it returns, if ever",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -75,7 +96,13 @@ class InlineHandle:
             await asyncio.wrap_future(closed)
 
     async def alive(self) -> bool:
-        return self.worker is not None
+        return self.worker is not None and not self.missed_deadline
+
+
+def _missed(name: str, method: str, seconds: float, running: str | None, *, default: bool) -> str:
+    behind = f" (it waited for {running}(), which still runs)" if running not in (None, method) else ""
+    advice = "; raise call_timeout if it needs longer" if default else ""
+    return f"{name}: {method}() did not finish in {seconds:.0f} s{behind}{advice}"
 
 
 def _nothing() -> None:
@@ -91,10 +118,23 @@ class InlineBackend:
         self.call_timeout = call_timeout
         self.handles: list[InlineHandle] = []
 
+    @staticmethod
+    def check(resources: list[Resources]) -> None:
+        """Raises ConfigError for environment variables: this process has its own, which others read too."""
+        for needs in resources:
+            if needs.env:
+                raise ConfigError(
+                    f"backend: inline runs workers in this process, so {', '.join(needs.env)} cannot be set for one of "
+                    "them; set it before the run"
+                )
+
     async def spawn(self, worker: type, *, name: str, resources: Resources, args: dict[str, Any]) -> InlineHandle:
         handle = InlineHandle(worker(**args), name, self.call_timeout)
         self.handles.append(handle)
         return handle
+
+    async def put(self, path: Path) -> str:
+        return str(path)
 
     async def close(self) -> None:
         for handle in self.handles:

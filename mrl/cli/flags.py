@@ -30,6 +30,7 @@ FLAG_TYPES: dict[str, Any] = {
     "rename": list[str],
     "rollout_options": list[str],
     "sandbox_options": list[str],
+    "backend_options": list[str],
     "trl_args": list[str],
 }
 FLAG_HELP = {
@@ -37,12 +38,15 @@ FLAG_HELP = {
     "rollout_options": "The source's own options, each as `key=value` (values as in YAML), or all as one JSON object.",
     "sandbox_options": "Arguments of the sandbox, each as `key=value` (values as in YAML), or all as one JSON object, "
     "e.g. `slots=4 modules=[numpy]`; docs/sandbox.md lists them.",
+    "backend_options": "Options of the backend's own, each as `key=value` (values as in YAML), or all as one JSON "
+    "object.",
     "trl_args": "With `mode: simple`: further options of TRL's config for that trainer, by TRL's names, each as "
     "`key=value`, or all as one JSON object; those that mrl has an option for are set by that one.",
 }
 OBJECTS = {
     "rollout_options": "max_turns=8 tools=[search]",
     "sandbox_options": "slots=4 modules=[numpy]",
+    "backend_options": "key=value",
     "trl_args": "packing=true max_length=512",
 }
 """Options that are dicts, with an example."""

@@ -71,7 +71,8 @@ _CALLED = {
 
 _INSTEAD = {
     "use_vllm": "use engine: vllm",
-    "vllm_mode": "vLLM runs in a process of its own with engine: vllm, or as servers with engine: vllm-remote",
+    "vllm_mode": "vLLM runs in a process of its own with engine: vllm, on the actor's GPU with colocate: true, or as "
+    "servers with engine: vllm-remote",
     "inference": "engine: vllm or engine: vllm-remote says where rollouts are generated",
     "max_prompt_length prompt_max_len": "prompts are never cut, those that do not fit max_model_len are refused",
     "use_kl_loss": "a KL term is in the loss where beta is above 0",
@@ -98,7 +99,8 @@ _INSTEAD = {
     "attn_implementation flash_attn": "attention is chosen by the engine and by packing",
     "val_before_train eval_on_start eval_before_train": "held-out tasks are always attempted before the first step",
     "disable_dropout": "models train with the dropout of their own configuration; lora_dropout is the adapter's",
-    "vllm_enable_sleep_mode free_cache_engine": "an engine keeps its memory: gpu_memory_utilization says how much",
+    "vllm_enable_sleep_mode free_cache_engine": "an engine keeps its memory, unless colocate: true lets it "
+    "sleep while the actor trains",
 }
 
 _BY_NAME = {name: f"it is called '{here}' here" for here, names in _CALLED.items() for name in names.split()} | {

@@ -138,8 +138,10 @@ class Options(TypedDict, total=False):
     sandbox_memory_mb: int
     # runtime
     backend: str
+    backend_options: dict[str, Any]
     engine: str
     num_rollout_workers: int
+    num_reward_workers: int
     actor_gpu: str
     rollout_gpu: str
     weight_sync_method: str
@@ -155,6 +157,7 @@ class Options(TypedDict, total=False):
     tensor_parallel_size: int
     vllm_devices: list[int]
     gpu_memory_utilization: float | None
+    colocate: bool
     vllm_kv_cache_gb: float | None
     vllm_enforce_eager: bool | None
     vllm_max_num_seqs: int
@@ -165,6 +168,7 @@ class Options(TypedDict, total=False):
     vllm_api_key_env: str | None
     vllm_model_name: str | None
     lora_sync: Literal["adapter", "merged"]
+    repeatable_sampling: bool | None
     # overlap
     async_mode: Literal["off", "pipeline", "queue"]
     max_staleness: int

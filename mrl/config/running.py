@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mrl.config.section import Section, refuse_changed
 from mrl.errors import ConfigError
+
+_GPU = re.compile(r"[A-Za-z][\w.+-]*(:[1-9]\d*)?")
+"""A type, as the backend names it, and how many: `H100`, `A100-80GB:4`."""
+
+
+def type_and_number(gpu: str) -> tuple[str, int]:
+    """Of GPUs, as `actor_gpu` gives them: ("A100", 2) of `A100:2`."""
+    kind, _, number = gpu.partition(":")
+    return kind, int(number or 1)
 
 
 class GenerationConfig(Section):
@@ -60,15 +70,21 @@ class RuntimeConfig(Section):
 
     backend: str = "inline"
     """Where workers live: `inline` = objects in this process."""
+    backend_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the backend's own, by name; `inline` has none."""
     engine: str = "transformers"
     """What rollout workers generate with: `transformers`, `vllm` (in a process of its own) or `vllm-remote` (servers
     that run already); see docs/vllm.md."""
     num_rollout_workers: int = Field(1, ge=1)
     """Workers that generate. In one process one is best; with `direct` they all share the actor's weights."""
+    num_reward_workers: int = Field(1, ge=1)
+    """Workers that score. With several, each reward function gets a share of the batch in each, the rollouts of a task
+    together; with one, the whole batch."""
     actor_gpu: str = "A100"
-    """GPU type of the actor on backends that rent machines; `inline` uses the device that is there."""
+    """GPU type of the actor on backends that rent machines, with their number where it is above 1: `A100:2`; `inline`
+    uses the device that is there."""
     rollout_gpu: str = "A10G"
-    """GPU type of each rollout worker on backends that rent machines."""
+    """The same for each rollout worker."""
     weight_sync_method: str = "reload"
     """How new weights reach the rollout workers (docs/weight-sync.md): `reload` (files), `direct` (the actor's own
     module in one process, shared memory on one machine), `volume` (a shared disk), `delta` (what changed), `checkpoint`
@@ -85,9 +101,19 @@ class RuntimeConfig(Section):
     sync_timeout: float = Field(300.0, gt=0)
     """Seconds a weight update may take; a rollout worker that needs longer is replaced."""
     max_worker_restarts: int = Field(10, ge=0)
-    """Rollout workers that died or could not be updated that a run replaces before it stops."""
+    """Workers that died or could not be updated that a run replaces before it stops: of the rollout workers, of the
+    reward workers, and of the actor so many each. With a new actor the run goes on from its last checkpoint."""
     call_timeout: float = Field(3600.0, gt=0)
     """Seconds any call to a worker may take before the worker counts as dead."""
+
+    @field_validator("actor_gpu", "rollout_gpu")
+    @classmethod
+    def _type_and_number(cls, value: str, field: ValidationInfo) -> str:
+        if not _GPU.fullmatch(value):
+            raise ConfigError(
+                f"{field.field_name}: {value!r} is no type of GPU with a number; give e.g. A100, or A100:2 for two"
+            )
+        return value
 
     @model_validator(mode="after")
     def _options_of_other_methods(self) -> Self:

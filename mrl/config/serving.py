@@ -11,9 +11,10 @@ from mrl.errors import ConfigError
 
 _LOCAL = (
     *("vllm_python", "tensor_parallel_size", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager"),
-    *("vllm_devices", "vllm_max_num_seqs", "vllm_args", "vllm_start_timeout", "vllm_stall_timeout"),
+    *("vllm_devices", "vllm_max_num_seqs", "vllm_args", "vllm_start_timeout", "vllm_stall_timeout", "colocate"),
 )
 _REMOTE = ("vllm_urls", "vllm_api_key_env", "vllm_model_name")
+_BOTH = ("lora_sync", "repeatable_sampling")
 
 
 class ServingConfig(Section):
@@ -27,8 +28,11 @@ class ServingConfig(Section):
     """Numbers of the GPUs for the engines, `tensor_parallel_size` for each in turn, counted among those of
     CUDA_VISIBLE_DEVICES where it is set; empty = those that the actor does not use."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Fraction of a GPU's memory an engine may take, weights included; None = vLLM's own, almost all. Needed where
-    engines share a GPU with each other or with the actor."""
+    """Fraction of a GPU's memory an engine may take, weights included; None = vLLM's own, almost all, or with
+    `colocate` what the actor's process leaves. Needed where engines share a GPU otherwise."""
+    colocate: bool = False
+    """One GPU for the actor and vLLM, which take turns: vLLM's weights and cache leave it while the actor trains, the
+    actor's weights and optimizer state while vLLM generates. Needs host memory for both (docs/gpu.md)."""
     vllm_kv_cache_gb: float | None = Field(None, gt=0)
     """GiB for keys and values; None = what `gpu_memory_utilization` leaves on a GPU, 1 on CPU."""
     vllm_enforce_eager: bool | None = None
@@ -52,6 +56,10 @@ class ServingConfig(Section):
     """With `use_lora`, what vLLM gets: the `adapter` alone (small; vLLM applies it beside the base weights), or all
     weights with it `merged` in (slower to send, faster to generate with)."""
 
+    repeatable_sampling: bool | None = None
+    """Whether each completion is drawn from its own seed, so that it does not depend on what is sampled beside it;
+    None = yes, but no with engine `vllm`, which seeds of their own keep from its fastest samplers (docs/vllm.md)."""
+
     def devices_of(self, index: int) -> list[int]:
         """The GPUs of engine `index`. Raises ConfigError when there are not enough."""
         size = self.tensor_parallel_size
@@ -67,13 +75,19 @@ class ServingConfig(Section):
         """What the engine's `create` takes. Raises ConfigError for options that it has no use for."""
         if engine == "vllm":
             refuse_changed(self, _REMOTE, "engine: vllm-remote")
-            names: tuple[str, ...] = (*_LOCAL, "lora_sync")
+            names: tuple[str, ...] = (*_LOCAL, *_BOTH)
         elif engine == "vllm-remote":
             refuse_changed(self, _LOCAL, "engine: vllm")
             if not self.vllm_urls:
                 raise ConfigError("engine: vllm-remote needs vllm_urls, the addresses of running `vllm serve` servers")
-            names = (*_REMOTE, "lora_sync")
+            names = (*_REMOTE, *_BOTH)
         else:
-            refuse_changed(self, (*_LOCAL, *_REMOTE, "lora_sync"), "engine: vllm or vllm-remote")
+            refuse_changed(self, _LOCAL, "engine: vllm")
+            refuse_changed(self, _REMOTE, "engine: vllm-remote")
+            refuse_changed(self, _BOTH, "engine: vllm or vllm-remote")
             return {}
         return {name: getattr(self, name) for name in names}
+
+    def samples_repeatably(self, engine: str) -> bool:
+        """Whether the engine draws each completion from its own seed."""
+        return engine != "vllm" if self.repeatable_sampling is None else self.repeatable_sampling

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from mrl.backends import BACKENDS, Resources
+from mrl.backends import Backend
 from mrl.config import OrchestratorConfig
 from mrl.errors import DataError, EngineError, TrainingError
 from mrl.experience.stats import Attempts, Interval, mean_reward, pass_rate
 from mrl.loop.collector import Collector
-from mrl.loop.preflight import check_engine, check_names, prepare_evaluation, reward_worker_args
+from mrl.loop.preflight import check_engine, check_names, prepare_evaluation
+from mrl.loop.resources import check_place, rollout_resources
 from mrl.loop.reward_trial import try_rewards
-from mrl.loop.spawning import sampling_params, spawn_rollout
+from mrl.loop.spawning import backend_of, sampling_params, spawn_rewards, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.system.gather import all_of
@@ -71,14 +72,10 @@ async def evaluate(
     prepared = await in_thread(prepare_evaluation, config, by)
     for notice in await try_rewards(config, prepared.tasks, 0):
         note(notice)
-    backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
+    backend = backend_of(config)
     try:
         policy = await _policy(backend, config, prepared.max_model_len)
-        from mrl.workers.reward import RewardWorker
-
-        rewards = await backend.spawn(
-            RewardWorker, name="reward", resources=Resources(), args=reward_worker_args(config.reward)
-        )
+        rewards = await spawn_rewards(backend, config, note)
         collector = Collector.of(config, prepared, policy, rewards)
         seed, state, tasks = derive_seed(config.training.seed, "eval"), TrainerState(0, 0, None), prepared.tasks
         groups: list[Group] = []
@@ -147,6 +144,7 @@ def summarize(
 async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[dict[str, Any]]:
     """`count` completions of one prompt, with their tokens' logprobs. Raises MRLError."""
     check_names(config)
+    check_place(config, rollout_resources(config))
     check_engine(config)
     tokenizer = await in_thread(load_tokenizer, config.model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
@@ -157,7 +155,7 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
             f"the prompt has {len(prompt_ids)} tokens and at most {limit - 1} fit; shorten it, or raise max_model_len "
             "if the model takes more"
         )
-    backend = BACKENDS.get(config.runtime.backend)(config.runtime.call_timeout)
+    backend = backend_of(config)
     try:
         policy = await _policy(backend, config, limit)
         params = sampling_params(config)
@@ -182,7 +180,7 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     ]
 
 
-async def _policy(backend: Any, config: OrchestratorConfig, max_model_len: int) -> RolloutPool:
+async def _policy(backend: Backend, config: OrchestratorConfig, max_model_len: int) -> RolloutPool:
     worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
     await worker.call("load")
     policy = RolloutPool([worker], max_model_len)

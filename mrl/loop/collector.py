@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from mrl.backends import WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.loop.preflight import Prepared
 from mrl.loop.spawning import sampling_params
 from mrl.rollouts import ROLLOUT_SOURCES, PolicyClient, SourceSetup
 from mrl.rollouts.runner import Runner
 from mrl.types import Group, Task
+from mrl.workers.reward_pool import RewardPool
 from mrl.workers.scoring import TrainerState, score_groups
 
 Logged = list[tuple[int, dict[str, float]]]
@@ -39,14 +39,12 @@ class Collector:
     """
 
     runner: Runner
-    rewards: WorkerHandle
+    rewards: RewardPool
     independent: bool
     """Whether all rewards look at each rollout by itself."""
 
     @classmethod
-    def of(
-        cls, config: OrchestratorConfig, prepared: Prepared, policy: PolicyClient, rewards: WorkerHandle
-    ) -> Collector:
+    def of(cls, config: OrchestratorConfig, prepared: Prepared, policy: PolicyClient, rewards: RewardPool) -> Collector:
         """As a run's options say."""
         options = config.rollout
         setup = SourceSetup(prepared.tokenizer, prepared.encoder, sampling_params(config))

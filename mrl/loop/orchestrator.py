@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import WorkerHandle
-from mrl.config import OrchestratorConfig
 from mrl.data import TaskOrder
 from mrl.experience.batch import make_batch
 from mrl.experience.failures import check_failures
@@ -26,34 +25,38 @@ from mrl.experience.reference import add_reference_logprobs
 from mrl.experience.shaping import shape
 from mrl.loop.checkpointing import Checkpointing
 from mrl.loop.collector import Collector
-from mrl.loop.preflight import Prepared, check_disk, prepare, total_steps
+from mrl.loop.colocate import Colocation
+from mrl.loop.preflight import Prepared, check_disk, colocated_places, prepare, total_steps
 from mrl.loop.producer import Producer
 from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Taken
 from mrl.loop.schedule_modes import make_scheduler
-from mrl.loop.spawning import make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
+from mrl.loop.spawning import ACTOR, make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.loop.task_batch import staleness
 from mrl.mismatch import MismatchWatch
+from mrl.rewards.combine import mean_metrics
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
 from mrl.types import Group, Sample, WeightRef, derive_seed
 from mrl.workers.pool import RolloutPool
-from mrl.workers.scoring import TrainerState, mean_of_rounds
+from mrl.workers.scoring import TrainerState
 
 
 class Orchestrator(RecordedRun):
     """mrl's own loop."""
 
     working_folder = "weights"
+    trains = ACTOR
     prepared: Prepared
 
-    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
-        super().__init__(config, run_dir, resume=resume)
+    def _reset(self) -> None:
+        super()._reset()
+        self.sync = make_sync(self.config, self.run_dir / self.working_folder)
         self.version = 0
         self.seconds: dict[str, float] = {}
-        self.mismatch_watch = MismatchWatch(config, self._note)
+        self.mismatch_watch = MismatchWatch(self.config, self._note)
         self.boundary: dict[str, Any] | None = None
         """What training goes on from after the last whole step, while what is under way may be given up."""
         self.evaluation_due = False
@@ -64,7 +67,6 @@ class Orchestrator(RecordedRun):
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
         await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
-        self.sync = make_sync(self.config, self.run_dir / self.working_folder)
 
     async def _train(self) -> None:
         facts = await self._unless_stopped(self._start_workers())
@@ -72,8 +74,8 @@ class Orchestrator(RecordedRun):
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_scheduler()
         try:
-            others = [self.actor, self.rewards]
-            async with self.progress.watching(self._look, lambda: self.policy.workers, lambda: others):
+            rollout, others = lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers]
+            async with self.progress.watching(self._look, rollout, others):
                 await self._loop()
         finally:
             await self.scheduler.close()
@@ -146,11 +148,12 @@ class Orchestrator(RecordedRun):
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
-            with self._timed("reference"):
-                await add_reference_logprobs(groups, self.config, self.actor)
-                await shape(groups, self.config, self._reference_kl)
-            metrics |= shaping_metrics(groups, self.config)
-            metrics |= await self._learn(groups)
+            async with self.colocation.training(self.scheduler.drain, syncs=self._just_synced()):
+                with self._timed("reference"):
+                    await add_reference_logprobs(groups, self.config, self.actor)
+                    await shape(groups, self.config, self._reference_kl)
+                metrics |= shaping_metrics(groups, self.config)
+                metrics |= await self._learn(groups)
             self.watch.look(self.step, groups)
         except Stopped:  # as if the step had not begun
             raise
@@ -173,7 +176,7 @@ class Orchestrator(RecordedRun):
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
-        metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_of_rounds(taken.logged)}
+        metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_metrics(taken.logged)}
         if self.config.algorithm.zero_variance_groups == "resample":
             metrics["rollout/resamples"] = float(taken.resamples)
         if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:
@@ -278,7 +281,7 @@ class Orchestrator(RecordedRun):
             return await spawn_rollout(self.backend, config, length, index)
 
         self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
-        self.rewards: WorkerHandle = await spawn_rewards(self.backend, config)
+        self.rewards = await spawn_rewards(self.backend, config, self._note)
         self.policy = RolloutPool(
             self.workers,
             prepared.max_model_len,
@@ -291,21 +294,29 @@ class Orchestrator(RecordedRun):
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
             self.version = self.point.state["policy_version"]
+        places = colocated_places(config)
+        self.colocation = Colocation(
+            config, self.actor, self.workers, places, self.sync, note=self._note, timed=self._timed
+        )
+        await self.colocation.start()
         facts: dict[str, Any] = await self.actor.call("initialize")
+        facts["repeatable_sampling"] = config.serving.samples_repeatably(config.runtime.engine)
         check_disk(self.run_dir, facts["trainable_parameters"], copies=2)
         if self.point is not None:
-            await self.actor.call("load_checkpoint", str(self.point.checkpoint.path))
+            await self.actor.call("load_checkpoint", await self.backend.put(self.point.checkpoint.path))
         await self._first_sync()
         await self.policy.introduce()
         return facts
 
     async def _first_sync(self) -> None:
         """Give the rollout workers the weights they served when the checkpoint was written, or those of the start."""
-        self.served = None if self.point is None else self.point.checkpoint.path / SERVED
-        if self.served is None or not self.served.exists():
-            self.served = None
+        self.served: Path | None = None
+        if self.point is not None and (self.point.checkpoint.path / SERVED).exists():
+            self.served = Path(await self.backend.put(self.point.checkpoint.path)) / SERVED
+        if self.served is None:
             await self.policy.sync(self.sync, self.actor, self.version)
             return
+        await self.colocation.give_device()
         ref = WeightRef(self.version, path=str(self.served.parent))
         for worker in self.workers:
             await worker.call("update_weights", ref)

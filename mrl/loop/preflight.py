@@ -17,6 +17,8 @@ from mrl.engines import ENGINES
 from mrl.engines.vllm import devices as vllm_devices
 from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
+from mrl.loop.colocate import check_colocate, gpu_shares
+from mrl.loop.resources import actor_resources, check_place, reward_resources, rollout_resources
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts import ROLLOUT_SOURCES, check_source
 from mrl.rollouts.prompts import PromptEncoder
@@ -60,6 +62,7 @@ class Counts:
 def prepare(config: OrchestratorConfig) -> Prepared:
     """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
     check_names(config)
+    check_place(config, actor_resources(config), rollout_resources(config), reward_resources())
     _let_source_score(config)
     if config.generation.temperature == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
@@ -72,6 +75,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     _check_stale_sync(config)
     check_engine(config)
     gpu_notices = vllm_devices.notices(*engine_gpus(config)) if config.runtime.engine == "vllm" else []
+    colocated = colocated_places(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
     eval_tasks, all_eval_tasks = load_eval_tasks(config)
@@ -84,6 +88,10 @@ def prepare(config: OrchestratorConfig) -> Prepared:
             check_rewards(rewards, part)
     counts = Counts(of(len(tasks), all_tasks), of(len(eval_tasks), all_eval_tasks))
     prepared = _with_model(config, tasks, eval_tasks, counts, rewards)
+    if colocated:
+        _, actor = engine_gpus(config)
+        assert actor is not None
+        gpu_notices = [gpu_shares(config, actor, prepared.max_model_len).sentence(actor)]
     prepared.notices += gpu_notices + notices
     return prepared
 
@@ -136,6 +144,7 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
 def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
     """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
     check_names(config)
+    check_place(config, rollout_resources(config), reward_resources())
     _let_source_score(config)
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
@@ -161,6 +170,17 @@ def engine_gpus(config: OrchestratorConfig) -> tuple[list[list[int]], int | None
     seen = torch.cuda.device_count()
     actor = vllm_devices.actors_gpu(config.model.device, seen)
     return vllm_devices.share_out(config.serving, config.runtime.num_rollout_workers, seen, actor), actor
+
+
+def colocated_places(config: OrchestratorConfig) -> list[int]:
+    """With `colocate`, which rollout workers share the actor's GPU. Raises ConfigError where it cannot be."""
+    import torch
+
+    if not config.serving.colocate:
+        return []
+    gpus, actor = engine_gpus(config)
+    check_colocate(config, gpus, actor, torch.cuda.device_count())
+    return [place for place, own in enumerate(gpus) if actor in own]
 
 
 def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:

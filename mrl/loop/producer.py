@@ -41,7 +41,9 @@ class Producer:
             await add_reference_logprobs(groups, self.config, self.actor)
             batch.seconds["reference"] = perf_counter() - start
 
-        asks_reference = self.config.algorithm.beta > 0 and not self.config.overlap.by_group
+        # With `colocate` vLLM has the device now, and the actor is asked once it is its turn.
+        beside = not self.config.overlap.by_group and not self.config.serving.colocate
+        asks_reference = self.config.algorithm.beta > 0 and beside
         done = await self.collector.collect(
             [self.tasks[index] for index in batch.indices],
             self.config.training.num_generations,

@@ -13,9 +13,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig
-from mrl.errors import StoreError
+from mrl.errors import StoreError, WorkerDied
 from mrl.loop.progress import RunProgress
 from mrl.loop.report import first_and_last_reward, shown_completion
 from mrl.loop.resume import (
@@ -24,11 +23,14 @@ from mrl.loop.resume import (
     check_same_tasks,
     find_resume_point,
     how_to_go_on,
+    random_state,
     record_options,
     resume_command,
+    set_random_state,
 )
 from mrl.loop.reward_trial import try_rewards
 from mrl.loop.run_watch import RunWatch, find_troubles
+from mrl.loop.spawning import backend_of
 from mrl.models import pin_model
 from mrl.store.checkpoints import remove_leftovers
 from mrl.store.find import shortest_name
@@ -99,6 +101,8 @@ class RecordedRun(ABC):
 
     working_folder: ClassVar[str]
     """Folder in `run_dir` with what only a running process needs."""
+    trains: ClassVar[str]
+    """The name of the worker that trains."""
     prepared: Any
     """With at least `tasks`, `eval_tasks`, `counts` and `notices`."""
     total_steps: int
@@ -108,17 +112,25 @@ class RecordedRun(ABC):
         self.point: ResumePoint | None = None
         self.stopping = False
         self.signal: int | None = None
-        self.step = 0
-        self.metrics: dict[str, float] = {}
-        self.eval_metrics: dict[str, float] = {}
-        self.eval_step: int | None = None
-        """Step after which they were measured."""
+        self.restarts = 0
+        """Times that the worker that trains was replaced."""
+        self._trained = False
+        self._tracker_ids: dict[str, str] = {}
+        self._reset()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._asked = asyncio.Event()
         self._gives_up = False
         self.wording: Callable[[str], str] = str
         """How what is shown speaks of options: as flags, as arguments, or as in recipes, which the record keeps to."""
-        self.watch = RunWatch(config, run_dir, self._warn)
+
+    def _reset(self) -> None:
+        """Everything that training changes, as it is before it."""
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.eval_metrics: dict[str, float] = {}
+        self.eval_step: int | None = None
+        """Step after which they were measured."""
+        self.watch = RunWatch(self.config, self.run_dir, self._warn)
 
     async def run(self) -> RunResult:
         """Prepare, train, clean up. Raises a subclass of MRLError; what was done until then stays in the run."""
@@ -136,17 +148,19 @@ class RecordedRun(ABC):
             self.trackers.finish("interrupted")
             seconds = perf_counter() - start
             return RunResult(self.run_dir, "interrupted", 0, None, {}, seconds=seconds, signal=self.signal)
+        self._random_before = random_state()
         self.progress.stage("loading", self.config.model.model)
-        self.backend = BACKENDS.get(self.config.runtime.backend)(self.config.runtime.call_timeout)
+        self.backend = backend_of(self.config)
         self.store = self._open_store()
         self.progress.record(self.store, self.step)
         outcome: Outcome = "failed"
-        checkpoint = None if self.point is None else self.point.checkpoint.path
         warnings: list[str] = []
         try:
-            with contextlib.suppress(Stopped):  # while it loaded: what there was before is what there is
-                await self._train()
+            try:
+                await self._train_until_done()
                 outcome, checkpoint = "finished" if self._complete() else "interrupted", self._newest_checkpoint()
+            except Stopped:  # while it loaded: what there was before is what there is
+                checkpoint = None if self.point is None else self.point.checkpoint.path
             if self.stopping and outcome != "finished":
                 outcome = "interrupted"
             warnings = self._sum_up(outcome)
@@ -180,6 +194,43 @@ class RecordedRun(ABC):
             rewards=first_and_last_reward(self.run_dir),
             warnings=warnings,
         )
+
+    # --- a dead worker ----------------------------------------------------------------------------------------------
+
+    async def _train_until_done(self) -> None:
+        """Train. When the worker that trains dies, go on from the last checkpoint with a new one, as a resumed run."""
+        while True:
+            try:
+                return await self._train()
+            except WorkerDied as error:
+                # One that never trained would die again. One in this process cannot be ended, and so not be replaced.
+                if error.worker != self.trains or not self._trained or self.backend.shares_memory or self.stopping:
+                    raise
+                if self.restarts >= self.config.runtime.max_worker_restarts:
+                    raise
+                await self._start_over(error)
+
+    async def _start_over(self, error: WorkerDied) -> None:
+        """Everything as it was when the last checkpoint was written, or when the run began."""
+        self.restarts += 1
+        died_in, self.point = self.step, find_resume_point(self.run_dir)
+        after = 0 if self.point is None else self.point.state["step"]
+        message = f"step {died_in}: {error}. Going on after step {after} with a new worker"
+        self.trackers.note(f"{WARNING}{self.wording(message)}")
+        self._tracker_ids = self.trackers.run_ids()
+        self.trackers.finish("interrupted")
+        await self.backend.close()
+        self._clean_up()
+        self._reset()
+        self._go_to_point(self.store)
+        self.store.event("restart", message, step=self.step)
+        if self.point is None:
+            set_random_state(self._random_before)
+        self.prepared.notices = []  # they were told
+        self.resume = True
+        self.backend = backend_of(self.config)
+        self.trackers = self.progress.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
+        self.progress.stage("loading", self.config.model.model)
 
     # --- being stopped ----------------------------------------------------------------------------------------------
 
@@ -242,6 +293,7 @@ class RecordedRun(ABC):
 
     def _announce(self, what: str, facts: dict[str, Any], *, shown: dict[str, Any], notices: list[str]) -> None:
         """Start the trackers and say how the run begins. facts: of the worker that trains. shown: for people."""
+        self._trained = True
         shown = {
             "model": f"{self.config.model.model} ({facts['parameters'] / 1e6:.1f} M parameters)",
             "on": facts["device"],
@@ -256,7 +308,7 @@ class RecordedRun(ABC):
                 self.config.to_dict(),
                 shown,
                 step=self.step,
-                resume_ids=self.point.state["trackers"] if self.point else {},
+                resume_ids=(self.point.state["trackers"] if self.point else {}) | self._tracker_ids,
             )
         )
         changed = self._changed_environment(facts["environment"])
@@ -316,18 +368,22 @@ class RecordedRun(ABC):
         self.point = find_resume_point(self.run_dir)
         if self.point is not None:
             check_same_tasks(self.point, self.prepared.tasks, self.config)
-            self.step = self.point.state["step"]
         store = RunStore.reopen(self.run_dir)
         try:
             record_options(self.run_dir, self.config)
-            store.rewind(self.step if self.point is not None else -1)
-            remove_leftovers(self.run_dir)
-            shutil.rmtree(self.run_dir / self.working_folder, ignore_errors=True)
+            self._go_to_point(store)
             store.event("resume", f"going on after step {self.step}", step=self.step)
         except BaseException:
             store.close()  # lets another process have the run
             raise
         return store
+
+    def _go_to_point(self, store: RunStore) -> None:
+        """Forget what came after the checkpoint, or all of it where there is none."""
+        self.step = 0 if self.point is None else self.point.state["step"]
+        store.rewind(self.step if self.point is not None else -1)
+        remove_leftovers(self.run_dir)
+        shutil.rmtree(self.run_dir / self.working_folder, ignore_errors=True)
 
     def _tracker_failed(self, message: str) -> None:
         self.store.event("tracker_failed", message, step=self.step)

@@ -23,16 +23,11 @@ MAY_CHANGE = frozenset(
     {
         # How it runs, not what it computes.
         *("call_timeout", "num_rollout_workers", "actor_gpu", "rollout_gpu", "max_failed_fraction", "sync_timeout"),
+        *("backend_options", "num_reward_workers"),
         *("weight_sync_dir", "max_worker_restarts", "max_logprob_gap", "reward_trial"),
         *("vllm_python", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager", "vllm_max_num_seqs"),
-        *(
-            "vllm_start_timeout",
-            "vllm_stall_timeout",
-            "vllm_devices",
-            "vllm_urls",
-            "vllm_api_key_env",
-            "vllm_model_name",
-        ),
+        *("vllm_start_timeout", "vllm_stall_timeout", "vllm_devices", "vllm_urls", "vllm_api_key_env"),
+        *("vllm_model_name", "colocate"),
         # What is recorded, and when.
         *("report_to", "log_completions", "save_steps", "save_total_limit", "best_metric", "checkpoint_errors"),
         *("run_dir", "run_name", "resume", "allow_change"),

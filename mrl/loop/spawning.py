@@ -1,15 +1,27 @@
-"""A run's workers: one actor, the rollout workers, one reward worker, and the way weights go between the first two."""
+"""A run's workers: one actor, the rollout workers, the reward workers, and the way weights go between the first two."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mrl.backends import BACKENDS, Backend, Resources, WorkerHandle
+from mrl.backends import BACKENDS, Backend, WorkerHandle, make_backend
 from mrl.config import OrchestratorConfig
-from mrl.loop.preflight import engine_gpus, reward_worker_args
+from mrl.loop.colocate import gpu_share
+from mrl.loop.preflight import colocated_places, engine_gpus, reward_worker_args
+from mrl.loop.resources import actor_resources, model_for, reward_resources, rewards_for, rollout_resources
 from mrl.sync import SYNC_METHODS, WeightSync
-from mrl.types import SamplingParams
+from mrl.types import SamplingParams, derive_seed
+from mrl.workers.reward_pool import RewardPool
+
+ACTOR = "actor"
+"""The name of the worker that trains."""
+
+
+def backend_of(config: OrchestratorConfig) -> Backend:
+    """Where the run's workers live. Raises ConfigError."""
+    return make_backend(config.runtime.backend, config.runtime.backend_options, config.runtime.call_timeout)
 
 
 async def spawn_actor(
@@ -20,10 +32,10 @@ async def spawn_actor(
 
     return await backend.spawn(
         ActorWorker,
-        name="actor",
-        resources=Resources(gpu=config.runtime.actor_gpu),
+        name=ACTOR,
+        resources=actor_resources(config),
         args={
-            "model": config.model.model_dump() | {"max_model_len": max_model_len},
+            "model": await model_for(backend, config) | {"max_model_len": max_model_len},
             "training": config.training.model_dump(),
             "total_steps": total_steps,
             "algorithm": config.algorithm.model_dump(),
@@ -40,22 +52,30 @@ async def spawn_rollout(
     return await backend.spawn(
         RolloutWorker,
         name=f"rollout-{index}",
-        resources=Resources(gpu=config.runtime.rollout_gpu),
+        resources=rollout_resources(config),
         args={
             "engine": config.runtime.engine,
-            "model": config.model.model_dump() | {"max_model_len": max_model_len},
+            "model": await model_for(backend, config) | {"max_model_len": max_model_len},
             "options": engine_options(config, index, alone=alone),
         },
     )
 
 
-async def spawn_rewards(backend: Backend, config: OrchestratorConfig) -> WorkerHandle:
-    """The worker that scores."""
+async def spawn_rewards(
+    backend: Backend, config: OrchestratorConfig, note: Callable[[str], None] = lambda message: None
+) -> RewardPool:
+    """The workers that score. note: told of each that was replaced."""
     from mrl.workers.reward import RewardWorker
 
-    return await backend.spawn(
-        RewardWorker, name="reward", resources=Resources(), args=reward_worker_args(config.reward)
-    )
+    args = reward_worker_args(config.reward)
+    args["reward_funcs"] = await rewards_for(backend, args["reward_funcs"])
+    args["seed"] = None if backend.shares_memory else config.training.seed
+
+    async def spawn(index: int) -> WorkerHandle:
+        return await backend.spawn(RewardWorker, name=f"reward-{index}", resources=reward_resources(), args=args)
+
+    workers = [await spawn(index) for index in range(config.runtime.num_reward_workers)]
+    return RewardPool(workers, spawn, note, config.runtime.max_worker_restarts)
 
 
 def rollout_workers(config: OrchestratorConfig) -> int:
@@ -70,8 +90,17 @@ def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = Fals
         options["sync_timeout"] = config.runtime.sync_timeout
     elif config.runtime.engine == "transformers" and config.overlap.by_group:
         options["endless"] = True
+    if config.runtime.engine == "vllm":
+        options["seed"] = derive_seed(config.training.seed, "engine", index) % 2**31
+    if alone and options.get("repeatable_sampling", False) is None:
+        options["repeatable_sampling"] = True  # the same evaluation twice gives the same figures
     if "vllm_devices" in options:
         options["vllm_devices"] = config.serving.devices_of(0) if alone else engine_gpus(config)[0][index]
+        options["colocate"] = not alone and index in colocated_places(config)
+        if options["colocate"]:
+            actor = engine_gpus(config)[1]
+            assert actor is not None
+            options["gpu_memory_utilization"] = gpu_share(config, actor)
     if "vllm_urls" in options:
         urls = options.pop("vllm_urls")
         options["url"] = urls[index]

@@ -17,6 +17,8 @@ from mrl.modeling.gather import Gather, make_gather
 from mrl.modeling.head import find_head
 from mrl.modeling.packed_attention import Line, NotPackableError, make_line, watch_windows
 from mrl.modeling.rows import Rows
+from mrl.modeling.wide_logits import keep_logits_wide
+from mrl.system.transfers import onto
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Forward:
         with torch.no_grad(), evaluating(model):
             self.head = find_head(causal_lm_of(model), self.device)
             self.packs = packing and packs_exactly(causal_lm_of(model), self.device)
+        if self.head is None:
+            keep_logits_wide(causal_lm_of(model))
         self.notices: list[str] = []
         """What a user should know of it."""
         name = type(causal_lm_of(model)).__name__
@@ -95,21 +99,22 @@ class Forward:
         return self.head.logits(causal_lm.get_output_embeddings(), _predicting(hidden, layout))
 
     def _layout(self, rows: Rows) -> Layout:
-        row_N, slot_N = rows.mask_BT.nonzero(as_tuple=True)
-        if not self.packs:
-            place_N = row_N * rows.ids_BL.shape[1] + rows.prompt_lengths_B[row_N] + slot_N - 1
-            return Layout(row_N, slot_N, make_gather(place_N.cpu().numpy(), self.device), None)
-        # The last token predicts nothing that is asked for.
-        line, places = make_line(
-            [s.prompt_ids for s in rows.samples], [s.completion_ids[:-1] for s in rows.samples], self.device
-        )
-        source_N = np.concatenate(
-            [
-                place[len(s.prompt_ids) - 1 :][np.asarray(s.mask, dtype=bool)]
-                for s, place in zip(rows.samples, places, strict=True)
-            ]
-        )
-        return Layout(row_N, slot_N, make_gather(source_N, self.device), line)
+        samples = rows.samples
+        slots = [np.flatnonzero(np.asarray(s.mask)) for s in samples]  # the masks in `rows` are on the device
+        row_N, slot_N = np.repeat(np.arange(len(slots)), [len(slots_n) for slots_n in slots]), np.concatenate(slots)
+        line = None
+        if self.packs:
+            # The last token predicts nothing that is asked for.
+            line, places = make_line(
+                [s.prompt_ids for s in samples], [s.completion_ids[:-1] for s in samples], self.device
+            )
+            before = [place[len(s.prompt_ids) - 1 :] for s, place in zip(samples, places, strict=True)]
+            source_N = np.concatenate([place[slots_n] for place, slots_n in zip(before, slots, strict=True)])
+        else:
+            prompt_N = np.array([len(s.prompt_ids) for s in samples])[row_N]
+            source_N = row_N * rows.ids_BL.shape[1] + prompt_N + slot_N - 1
+        row_and_slot_2N = onto(self.device, torch.from_numpy(np.stack([row_N, slot_N]).astype(np.int64)))
+        return Layout(row_and_slot_2N[0], row_and_slot_2N[1], make_gather(source_N, self.device), line)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast_dtype is None:
@@ -165,7 +170,7 @@ def _packs_exactly(causal_lm: Any, config: Any, device: torch.device) -> bool:
             return False  # it would slide by a mask that it is not given
         for prompt, completion, place in zip(prompts, completions, places, strict=True):
             row_LH = run(input_ids=torch.tensor([prompt + completion], device=device), use_cache=False)[0][0]
-            if not torch.allclose(line_NH[torch.from_numpy(place).to(device)], row_LH, rtol=1e-3, atol=1e-4):
+            if not torch.allclose(line_NH[onto(device, torch.from_numpy(place))], row_LH, rtol=1e-3, atol=1e-4):
                 return False
     except (NotPackableError, TypeError, RuntimeError, AttributeError):
         return False

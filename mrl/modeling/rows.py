@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.sampler_fits import Cut
+from mrl.system.transfers import onto
 from mrl.types import Sample, TrainBatch
 
 NO_CUT = Cut()
@@ -21,8 +22,6 @@ class Rows:
 
     samples: list[Sample]
     ids_BL: Tensor
-    prompt_lengths_B: Tensor
-    completion_lengths_B: Tensor
     completion_BT: Tensor
     mask_BT: Tensor
     advantages_BT: Tensor
@@ -45,15 +44,16 @@ class Rows:
 
     def take(self, index: list[int]) -> Rows:
         """The rows with these indices, cut to the longest of them."""
-        index_B = torch.tensor(index, device=self.mask_BT.device)
-        longest = int((self.prompt_lengths_B + self.completion_lengths_B)[index_B].max())
-        completion = int(self.completion_lengths_B[index_B].max())
+        index_B = onto(self.mask_BT.device, index)
+        samples = [self.samples[i] for i in index]
+        longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+        completion = max(len(s.completion_ids) for s in samples)
         cut = {
             name: value[index_B] if value.dim() == 1 else value[index_B, : longest if name == "ids_BL" else completion]
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        return replace(self, samples=[self.samples[i] for i in index], layout=None, **cut)  # type: ignore[arg-type]
+        return replace(self, samples=samples, layout=None, **cut)  # type: ignore[arg-type]
 
 
 def make_rows(batch: TrainBatch, device: torch.device, version: int | None = None) -> Rows:
@@ -66,7 +66,7 @@ def make_rows(batch: TrainBatch, device: torch.device, version: int | None = Non
         filled = torch.zeros(len(values), width, dtype=dtype)
         for row, value in enumerate(values):
             filled[row, : len(value)] = torch.tensor(value, dtype=dtype)
-        return filled.to(device)
+        return onto(device, filled)
 
     mask_BT = table([s.mask for s in samples], completion, torch.float32)
     compared_BT = None
@@ -76,8 +76,6 @@ def make_rows(batch: TrainBatch, device: torch.device, version: int | None = Non
     return Rows(
         samples=samples,
         ids_BL=table([s.prompt_ids + s.completion_ids for s in samples], longest, torch.long),
-        prompt_lengths_B=torch.tensor([len(s.prompt_ids) for s in samples], device=device),
-        completion_lengths_B=torch.tensor([len(s.completion_ids) for s in samples], device=device),
         completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
         mask_BT=mask_BT,
         advantages_BT=_advantages(batch, table, mask_BT),
@@ -105,7 +103,7 @@ def _is_version(sample: Sample, version: int) -> list[bool]:
 
 def _advantages(batch: TrainBatch, table: Callable[..., Tensor], mask_BT: Tensor) -> Tensor:
     if not any(isinstance(advantage, list) for advantage in batch.advantages):
-        by_sample_B = torch.tensor(batch.advantages, dtype=torch.float32, device=mask_BT.device)
+        by_sample_B = onto(mask_BT.device, batch.advantages, torch.float32)
         return by_sample_B[:, None].expand_as(mask_BT)
     by_token = [
         advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)

@@ -18,6 +18,8 @@ class RewardRequest:
     completion_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
     """The task's dataset columns and whatever the rollout source added."""
+    task_id: str = ""
+    """Rollouts of one task are scored in one call."""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -49,6 +49,16 @@ async def score_rows(
         raise
     results = [_combine(row, scores, weights) for row in range(len(requests))]
     return RewardReport(results, _metrics(scores))
+
+
+def mean_metrics(parts: Iterable[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """What was logged for several parts of a batch, each with its number of rollouts: one mean per name."""
+    sums: dict[str, tuple[int, float]] = {}
+    for count, metrics in parts:
+        for name, value in metrics.items():
+            rollouts, total = sums.get(name, (0, 0.0))
+            sums[name] = rollouts + count, total + count * value
+    return {name: total / rollouts for name, (rollouts, total) in sums.items()}
 
 
 async def _score_one(reward: Reward, requests: list[RewardRequest], state: Any, timeout: float | None) -> Scores:

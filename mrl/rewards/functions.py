@@ -91,11 +91,18 @@ def _construct(
         raise RewardError(f"reward_funcs: {_show(spec)} could not be made: {error}") from error
 
 
+def split_file(spec: str) -> tuple[Path, str] | None:
+    """File and function of `path/to/file.py:function`; None for what has another form."""
+    where, _, name = spec.rpartition(":")
+    is_file = name and (where.endswith(".py") or os.sep in where)
+    return (Path(where).expanduser(), name) if is_file else None
+
+
 def _find(spec: str) -> Any:
     where, colon, name = spec.rpartition(":")
     if colon and where and name:
-        is_file = where.endswith(".py") or os.sep in where
-        module = _load_file(Path(where).expanduser(), spec) if is_file else _import(where, spec)
+        found = split_file(spec)
+        module = _load_file(found[0], spec) if found is not None else _import(where, spec)
         return _attribute(module, name, spec, where)
     if spec.endswith(".py"):
         known = ", ".join(_functions_in_file(Path(spec).expanduser())) or "none found"

@@ -67,7 +67,7 @@ def _generation_kwargs(run: TrainerRun) -> dict[str, Any] | None:
 
 THE_RUN: Meanings = {
     **by_mrl("mode algorithm trl_args"),
-    **by_mrl("backend call_timeout actor_gpu"),
+    **by_mrl("backend backend_options call_timeout actor_gpu max_worker_restarts"),
     **by_mrl("run_dir run_name resume allow_change checkpoint_errors"),
     **becomes("report_to", report_to=lambda run: "none"),
     **becomes("log_completions", ONLINE, log_completions=left_alone),
@@ -185,10 +185,11 @@ SAMPLING: Meanings = {
 WORKERS: Meanings = {  # the trainer samples from the very module it trains
     **nothing("engine", "TRL generates with transformers (trl_args: use_vllm for vLLM)"),
     **nothing("num_rollout_workers", "the trainer generates by itself", also=(1,)),
+    **nothing("num_reward_workers", "the trainer calls the reward functions itself", also=(1,)),
     **nothing("rollout_gpu", "the trainer generates by itself, on actor_gpu"),
     **nothing("weight_sync_method", "the trainer samples from its own weights", also=("direct",)),
     **nothing(
-        "sync_weights_every weight_sync_dir delta_over delta_full_every sync_timeout max_worker_restarts",
+        "sync_weights_every weight_sync_dir delta_over delta_full_every sync_timeout",
         "the trainer samples from its own weights",
     ),
     **nothing(ServingConfig.model_fields, "TRL has options of its own for vLLM: trl_args: vllm_…"),

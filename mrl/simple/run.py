@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.backends import Resources
 from mrl.config import OrchestratorConfig
 from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
@@ -28,6 +27,7 @@ from mrl.loop.preflight import (
     total_steps,
 )
 from mrl.loop.recorded_run import RecordedRun
+from mrl.loop.resources import actor_resources, check_place, model_for, rewards_for
 from mrl.loop.resume import fingerprint
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
@@ -64,6 +64,7 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     check_options(config, spec)
     check_installed()
     check_names(config)
+    check_place(config, actor_resources(config))
     rewards = RewardWorker(**reward_worker_args(config.reward)) if spec.online else None
     tasks, total = load_train_tasks(config) if spec.online else ([], 0)
     rows, where, total = load_train_rows(config) if not spec.online else ([], "", total)
@@ -101,6 +102,7 @@ class SimpleRun(RecordedRun):
     """One of TRL's trainers' loops, in a worker that tells of every step."""
 
     working_folder = "trl"
+    trains = "simple"
     prepared: PreparedSimple
 
     def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool = False) -> None:
@@ -127,19 +129,23 @@ class SimpleRun(RecordedRun):
 
         config = self.config
         self.checkpointed = self.step
+        rewards = reward_worker_args(config.reward) if self.prepared.spec.online else None
+        if rewards is not None:
+            rewards["reward_funcs"] = await rewards_for(self.backend, rewards["reward_funcs"])
         objects = ("train_dataset", "eval_dataset", "reward_funcs")
         worker = await self.backend.spawn(
             SimpleWorker,
-            name="simple",
-            resources=Resources(gpu=config.runtime.actor_gpu),
+            name=self.trains,
+            resources=actor_resources(config),
             args={
-                "options": {name: value for name, value in config.flat().items() if name not in objects},
+                "options": {name: value for name, value in config.flat().items() if name not in objects}
+                | await model_for(self.backend, config),
                 "tasks": self.prepared.tasks,
                 "eval_tasks": self.prepared.eval_tasks,
-                "rewards": reward_worker_args(config.reward) if self.prepared.spec.online else None,
+                "rewards": rewards,
                 "max_model_len": self.prepared.max_model_len,
                 "folder": str(self.run_dir),
-                "resume_from": None if self.point is None else str(self.point.checkpoint.path),
+                "resume_from": None if self.point is None else await self.backend.put(self.point.checkpoint.path),
             },
         )
         self.progress.facts.workers = [WorkerHealth(worker.name)]

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from mrl.errors import StoreError
+from mrl.system.machine import machine_id
 
 LOCK = "run.lock"
 ATTEMPTS = 5
@@ -37,7 +38,7 @@ class RunLock:
                     raise StoreError(_refusal(folder)) from None
                 time.sleep(0.02)
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        os.pwrite(self._descriptor, json.dumps(_who()).encode(), 0)
         _HELD.add(self)
 
     def release(self) -> None:
@@ -65,13 +66,18 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def _who() -> dict[str, Any]:
+    """The process, for people, who know machines by their names."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine_id()}
+
+
 def _refusal(folder: Path) -> str:
     owner: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         owner = json.loads((folder / LOCK).read_text())
     who = f"process {owner.get('pid', 'unknown')}"
-    if owner.get("host") not in (None, socket.gethostname()):
-        who += f" on {owner['host']}"
+    if owner.get("machine") not in (None, machine_id()):
+        who += f" on {owner.get('host')}"
     return f"{folder} is being written by {who}; wait for it, end it, or choose another run_dir"
 
 

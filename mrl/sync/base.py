@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -56,6 +56,8 @@ class WeightSync(ABC):
         self.folder, self.deadline = folder, deadline
         self.lora, self.shares_modules = lora, shares_modules
         self.current: WeightRef | None = None
+        self.on_published: Callable[[], Awaitable[None]] | None = None
+        """Called once weights are published and before any worker loads them."""
         self.abilities: dict[str, dict[str, Any]] = {}
 
     async def sync(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> SyncReport:
@@ -71,6 +73,8 @@ class WeightSync(ABC):
         failed = await self._meet(workers)
         able = [worker for worker in workers if worker.name not in failed]
         self.current = await self._in_time(self.publish(actor, able, version), f"publishing version {version}")
+        if self.on_published is not None:
+            await self.on_published()
         published = perf_counter()
         outcomes = await asyncio.gather(*(self._give(worker) for worker in able))
         failed |= {worker.name: reason for worker, reason in zip(able, outcomes, strict=True) if reason is not None}

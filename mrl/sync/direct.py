@@ -18,7 +18,7 @@ class DirectSync(WeightSync):
     """A copy of the weights in the actor's shared memory, served to other machines where there are any."""
 
     memory: Path | None = None
-    actor_host: str | None = None
+    actor_machine: str | None = None
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         abilities = [self.abilities[worker.name] for worker in workers]
@@ -27,13 +27,13 @@ class DirectSync(WeightSync):
             return module
         if self.memory is None:
             self.memory = shared_folder()
-            self.actor_host = await actor.call("host")
+            self.actor_machine = await actor.call("machine")
         ref: WeightRef = await actor.call(
             "write_memory",
             str(self.memory),
             version,
             # Where workers are spawned anywhere, one that replaces another may be on another machine than it was.
-            served=not self.shares_modules or any(a["host"] != self.actor_host for a in abilities),
+            served=not self.shares_modules or any(a["machine"] != self.actor_machine for a in abilities),
             **self.what(workers),
         )
         return ref

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from mrl.errors import SyncError
+from mrl.system.transfers import on_host
 from mrl.types import WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.files import publish_folder, size_of
-from mrl.weights.tensors import FILE, MappedFile, map_file, stored_dtype, write_file
+from mrl.weights.tensors import FILE, MappedFile, map_file, write_file
 
 DELTA_FILE, HEADER_FILE = "delta.bin", "delta.json"
 _LEVEL = 1
@@ -50,7 +51,7 @@ class DeltaWriter:
 
         The checksum is that of all tensors once the difference is added. Raises SyncError.
         """
-        now = {name: tensor.detach().to("cpu", stored_dtype(tensor, dtype)) for name, tensor in tensors.items()}
+        now = on_host(tensors, dtype)
         same_kind = {n: (t.shape, t.dtype) for n, t in now.items()} == {
             n: (t.shape, t.dtype) for n, t in self.last.items()
         }

@@ -31,11 +31,6 @@ _STALL_SECONDS = 60.0
 """Without a byte, after which the other side counts as gone."""
 
 
-def machine() -> str:
-    """A name of this machine, by which others know whether they share its memory."""
-    return socket.gethostname()
-
-
 class WeightServer:
     """Serves the folder of the version published last, to any number of readers."""
 
@@ -117,8 +112,8 @@ def _connect(addresses: list[str]) -> socket.socket:
         except OSError as error:
             problems.append(f"{address}: {error}")
     raise SyncError(
-        f"the actor cannot be reached from {machine()} ({'; '.join(problems)}); open the network between them, or use "
-        "weight_sync_method: volume"
+        f"the actor cannot be reached from {socket.gethostname()} ({'; '.join(problems)}); open the network between "
+        "them, or use weight_sync_method: volume"
     )
 
 

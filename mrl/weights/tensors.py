@@ -1,7 +1,7 @@
 """Tensors in safetensors files: opened without a copy, and written into memory that stays.
 
 Format: eight bytes with the header's length (little-endian), a JSON header of names, types, shapes and offsets, then
-the tensors' bytes (github.com/huggingface/safetensors#format). Standard library and torch only: this also runs in
+the tensors' bytes (github.com/huggingface/safetensors#format). Light to import: this also runs in
 engines' own processes.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.system.transfers import leaving
 from mrl.weights.checksum import combine, sums_of
 
 FILE = "model.safetensors"
@@ -126,8 +127,8 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | N
     shares = {}
     with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
         file.write(head)
-        for name in places:
-            stored = tensors[name].detach().to("cpu", stored_dtype(tensors[name], dtype)).contiguous()
+        for name, here in leaving({name: tensors[name] for name in places}, dtype):
+            stored = here.contiguous()
             share = beside.submit(sums_of, name, stored)
             file.write(stored.reshape(-1).view(torch.uint8).numpy().data)
             shares[name] = share.result()
@@ -166,6 +167,8 @@ class MappedFile:
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors in, and return the file's own."""
-        for name, tensor in tensors.items():
-            self.tensors[name].copy_(tensor)
+        # A device casts before they leave, so that less travels; in host memory the copy itself does.
+        dtype = None if all(tensor.is_cpu for tensor in tensors.values()) else self.dtype
+        for name, here in leaving(tensors, dtype):
+            self.tensors[name].copy_(here)
         return self.tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from mrl.backends.base import WorkerHandle
 from mrl.errors import EngineDied, EngineError, SyncError, WorkerDied
 from mrl.types import Completion, GenerateRequest
+from mrl.workers.rollout import Together
 
 if TYPE_CHECKING:
     from mrl.sync.base import SyncReport, WeightSync
@@ -59,6 +61,9 @@ class RolloutPool:
         """For a worker with room, first come first served."""
         self.known: OrderedDict[Hashable, int] = OrderedDict()
         """Where a session, or a prompt, was sent last."""
+        self.departing: dict[int, list[asyncio.Future[Together]]] = {}
+        """Requests of this turn of the event loop, by place."""
+        self.departures = itertools.count()
         self.updating = asyncio.Lock()
         self.last_sync: tuple[WeightSync, WorkerHandle] | None = None
         """What a new worker gets its weights with, and from whom."""
@@ -72,7 +77,8 @@ class RolloutPool:
             place = await self._room(request)
             worker = self.workers[place]
             try:
-                completions: list[Completion] = await worker.call("generate", [request])
+                together = await self._departure(place) if self.capacity.get(worker.name, 1) is None else None
+                completions: list[Completion] = await worker.call("generate", [request], together)
                 return completions[0]
             except (EngineDied, WorkerDied) as error:
                 await self._replace_dead(place, worker, error)
@@ -137,6 +143,21 @@ class RolloutPool:
     def _has_room(self, place: int) -> bool:
         capacity = self.capacity.get(self.workers[place].name, 1)  # 1 = it was not asked yet
         return capacity is None or self.load[place] < capacity
+
+    async def _departure(self, place: int) -> Together:
+        """Wait until every request of this turn of the event loop is known that goes to the same worker; which ones
+        decode side by side decides the last bits of their numbers."""
+        waiting = self.departing.setdefault(place, [])
+        if not waiting:
+            asyncio.get_running_loop().call_soon(self._depart, place)
+        waiting.append(asyncio.get_running_loop().create_future())
+        return await waiting[-1]
+
+    def _depart(self, place: int) -> None:
+        waiting = [turn for turn in self.departing.pop(place) if not turn.done()]
+        together = Together(next(self.departures), len(waiting))
+        for turn in waiting:
+            turn.set_result(together)
 
     def _wake(self) -> None:
         """Let the first who waits look again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -13,6 +14,7 @@ from mrl.rewards.base import RewardReport, RewardRequest
 from mrl.rewards.combine import score_rows
 from mrl.sandbox import make_factory
 from mrl.sandbox.base import Limits, Sandbox
+from mrl.types import derive_seed
 
 
 class RewardWorker:
@@ -26,11 +28,13 @@ class RewardWorker:
         sandbox: str | Callable[[], Sandbox] = "auto",
         sandbox_limits: dict[str, Any] | None = None,
         sandbox_options: dict[str, Any] | None = None,
+        seed: int | None = None,
     ) -> None:
         """reward_funcs: see `resolve_rewards`. reward_weights: one per reward, for a weighted sum instead of the mean.
         reward_timeout: seconds for one call of a reward function. sandbox: its name, or what makes one.
-        sandbox_limits: fields of `Limits` by name. sandbox_options: arguments of the named sandbox. Raises RewardError
-        and ConfigError.
+        sandbox_limits: fields of `Limits` by name. sandbox_options: arguments of the named sandbox. seed: of what
+        functions draw from Python's and numpy's random numbers, for a worker in a process of its own: the same rollouts
+        get the same draws from any of them. Raises RewardError and ConfigError.
         """
         if reward_timeout is not None and not reward_timeout > 0:
             raise ConfigError(f"reward_timeout: {reward_timeout} is not a number of seconds above 0")
@@ -43,7 +47,7 @@ class RewardWorker:
             limits=make_limits(sandbox_limits),
             timeout=reward_timeout,
         )
-        self._weights, self._timeout = reward_weights, reward_timeout
+        self._weights, self._timeout, self._seed = reward_weights, reward_timeout, seed
 
     def check_rows(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
         """rows: task id and columns. Raises DataError naming the first task that a reward cannot score."""
@@ -59,6 +63,9 @@ class RewardWorker:
     async def score(self, requests: list[RewardRequest], trainer_state: Any = None) -> RewardReport:
         """Score a batch. trainer_state: an object or a dict, handed to reward functions. Raises RewardError
         only when a reward breaks its contract; all else is in the report."""
+        if self._seed is not None and requests:
+            step = getattr(trainer_state, "global_step", 0)
+            seed_generators(derive_seed(self._seed, "reward", step, requests[0].rollout_id))
         return await score_rows(
             self.rewards, requests, weights=self._weights, timeout=self._timeout, trainer_state=trainer_state
         )
@@ -75,6 +82,14 @@ class RewardWorker:
         if self._sandbox is None:
             self._sandbox = self._make_sandbox()
         return self._sandbox
+
+
+def seed_generators(seed: int) -> None:
+    """Python's and numpy's global ones."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
 
 
 def make_limits(values: dict[str, Any] | None) -> Limits:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,30 @@ from mrl.engines import ENGINES, Engine
 from mrl.errors import EngineError, SyncError
 from mrl.sync.volume import pull
 from mrl.system import scratch
+from mrl.system.machine import machine_id
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.delta import DeltaReader
-from mrl.weights.network import fetch, machine
+from mrl.weights.network import fetch
 
 SHARES_MODULES = frozenset({"module", "weights"})
 """Kinds of weights taken by an engine that says nothing about it: a live module, or a folder of tensors."""
 
 _LOADING = threading.Lock()
 """Engines that compute in this process take new weights one after the other: each of them uses every core."""
+
+
+STRAGGLER_SECONDS = 1.0
+"""How long calls that begin together wait for one that does not come."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """Calls whose requests begin at the same moment, so that the same ones decode side by side in every run, however
+    long each call takes to arrive."""
+
+    number: int
+    calls: int
 
 
 class RolloutWorker:
@@ -41,6 +56,8 @@ class RolloutWorker:
         self.engine: Engine | None = None
         self.scratch: Path | None = None
         self.deltas: DeltaReader | None = None
+        self.arriving: dict[int, list[asyncio.Future[None]]] = {}
+        """Calls that wait for those they begin with."""
 
     def load(self) -> None:
         """Serve the configured model as it is, as version 0. Raises ModelError, EngineError."""
@@ -50,11 +67,11 @@ class RolloutWorker:
 
     def initialize_for_weight_sync(self) -> dict[str, Any]:
         """Make ready for updates. Returns the kinds of weights it takes, their dtype (None = as the actor has them),
-        and the machine it is on."""
+        and the machine it is on (`machine_id`)."""
         accepts = getattr(self.engine_class, "accepts", SHARES_MODULES)
         if "module" not in accepts and self.engine is None:
             self.load()  # it runs elsewhere and starts from the model's own files
-        return {"accepts": sorted(accepts), "dtype": getattr(self.engine, "dtype", None), "host": machine()}
+        return {"accepts": sorted(accepts), "dtype": getattr(self.engine, "dtype", None), "machine": machine_id()}
 
     def update_weights(self, ref: WeightRef) -> dict[str, Any]:
         """Serve `ref` from now on. Returns the version now active and the checksum of what is held.
@@ -84,8 +101,13 @@ class RolloutWorker:
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        """One completion per request, in order, each with the version that produced it. Raises EngineError."""
+    async def generate(self, requests: list[GenerateRequest], together: Together | None = None) -> list[Completion]:
+        """One completion per request, in order, each with the version that produced it. Raises EngineError.
+
+        together: the calls that begin with this one.
+        """
+        if together is not None and together.calls > 1:
+            await self._all_there(together)
         return await self._ready().generate(requests)
 
     async def compute_logprobs(
@@ -117,6 +139,15 @@ class RolloutWorker:
         own = getattr(self.engine, "health", None)
         return {"version": self.engine.version} | ({} if own is None else await own())
 
+    async def sleep(self, level: int) -> None:
+        """Free the device's memory; what is in flight ends first. level: 1 keeps the weights in host memory, 2 drops
+        them, and nothing is served until weights were sent. Raises EngineError where the engine cannot."""
+        await self._sleeper("sleep")(level)
+
+    async def wake(self) -> None:
+        """Take the memory back, with the weights from before. Weights that are sent wake it too. Raises EngineError."""
+        await self._sleeper("wake")()
+
     def close(self) -> None:
         """Free the engine."""
         if self.engine is not None:
@@ -128,14 +159,30 @@ class RolloutWorker:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
+    async def _all_there(self, together: Together) -> None:
+        """Wait for the other calls; not for long, since one that was given up on the way never comes."""
+        arrived = self.arriving.setdefault(together.number, [])
+        arrived.append(asyncio.get_running_loop().create_future())
+        if len(arrived) < together.calls:
+            await asyncio.wait([arrived[-1]], timeout=STRAGGLER_SECONDS)
+        for waiting in self.arriving.pop(together.number, []):
+            if not waiting.done():
+                waiting.set_result(None)
+
     def _ready(self) -> Engine:
         if self.engine is None:
             raise EngineError("this rollout worker has no weights yet: sync weights to it before it generates")
         return self.engine
 
+    def _sleeper(self, method: str) -> Callable[..., Awaitable[None]]:
+        found: Callable[..., Awaitable[None]] | None = getattr(self._ready(), method, None)
+        if found is None:
+            raise EngineError("this engine cannot sleep; colocate needs engine: vllm")
+        return found
+
     def _within_reach(self, ref: WeightRef) -> WeightRef:
         """The weights as something the engine loads: copied from a shared disk, with a difference added."""
-        elsewhere = ref.host is not None and ref.host != machine()
+        elsewhere = ref.machine is not None and ref.machine != machine_id()
         if ref.pull_seconds is None and ref.kind != "delta" and not elsewhere:
             return ref
         if self.scratch is None:
@@ -162,9 +209,17 @@ class RolloutWorker:
         return self._checksum(ref)
 
     def _checksum(self, ref: WeightRef) -> str:
+        import torch
+
         from mrl.weights.tensors import open_folder
 
         assert ref.path is not None
+        held = self._ready().state_dict()
         with open_folder(ref.path) as tensors:
-            names = list(tensors)
-        return checksum(self._ready().state_dict(), names)
+            if all(held[name].dtype == tensor.dtype for name, tensor in tensors.items()):
+                return checksum(held, list(tensors))
+            # It holds some in a narrower dtype: each has to be what was sent, rounded.
+            for name, tensor in tensors.items():
+                if not torch.equal(held[name].cpu(), tensor.to(held[name].dtype)):
+                    return f"none, as {name} is another"
+            return checksum(tensors)

@@ -1,13 +1,13 @@
-"""From rollouts to scored rollouts: what the loop and an evaluation do with a reward worker."""
+"""From rollouts to scored rollouts: what the loop and an evaluation do with reward workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
 
-from mrl.backends.base import WorkerHandle
-from mrl.rewards.base import RewardReport, RewardRequest
+from mrl.rewards.base import RewardRequest
 from mrl.types import Group
+from mrl.workers.reward_pool import RewardPool
 
 
 @dataclass
@@ -20,16 +20,7 @@ class TrainerState:
     """Passes over the tasks so far; None during an evaluation."""
 
 
-def mean_of_rounds(logged: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """What was logged for several parts of a step, each with its number of rollouts: one mean per name."""
-    means: dict[str, float] = {}
-    for name in dict.fromkeys(name for _, metrics in logged for name in metrics):
-        parts = [(count, metrics[name]) for count, metrics in logged if name in metrics]
-        means[name] = sum(count * value for count, value in parts) / sum(count for count, _ in parts)
-    return means
-
-
-async def score_groups(worker: WorkerHandle, groups: list[Group], state: TrainerState) -> dict[str, float]:
+async def score_groups(rewards: RewardPool, groups: list[Group], state: TrainerState) -> dict[str, float]:
     """Fill in the rewards of every rollout that was generated and has none. Returns what the functions logged.
 
     A rollout that could not be scored is marked failed, with the function and the reason. Raises RewardError when a
@@ -43,11 +34,12 @@ async def score_groups(worker: WorkerHandle, groups: list[Group], state: Trainer
         if rollout.status == "ok" and rollout.reward is None
     ]
     requests = [
-        RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, task.columns | r.extra) for task, r in pending
+        RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, task.columns | r.extra, task.id)
+        for task, r in pending
     ]
     if not requests:
         return {}
-    report: RewardReport = await worker.call("score", requests, state)
+    report = await rewards.score(requests, state)
     seconds = perf_counter() - start
     for (_, rollout), result in zip(pending, report.results, strict=True):
         rollout.rewards = result.rewards

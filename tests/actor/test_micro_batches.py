@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.actor.micro_batches import by_count, by_tokens
+from mrl.actor.micro_batches import FEWEST_GPU_TOKENS, by_count, by_tokens, gpu_tokens
 from mrl.types import Sample
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=30)
@@ -42,3 +44,18 @@ def test_groups_stay_together_and_lengths_beside_each_other() -> None:
     made = samples([(0, 5), (1, 30), (0, 6), (1, 2), (2, 9)])
     assert by_tokens(made, 1000, shared_prompts=True) == [[1, 3, 4, 2, 0]]
     assert by_tokens(made, 1000, shared_prompts=False) == [[1, 4, 2, 0, 3]]
+
+
+def test_a_gpus_micro_batch_goes_by_its_memory_and_the_models_size() -> None:
+    """About what runs on one GPU of 80 GB: a model of 0.5 B trained whole, one of 7 B with an adapter."""
+    small = SimpleNamespace(hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
+    large = SimpleNamespace(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28)
+    free = {"small": 70 << 30, "large": 60 << 30}
+    whole = gpu_tokens(small, free["small"], narrow=True, checkpointing=False)
+    adapter = gpu_tokens(large, free["large"], narrow=True, checkpointing=False)
+    assert 12_000 < whole < 24_000
+    assert 2_000 < adapter < 6_000
+    assert gpu_tokens(large, free["large"], narrow=False, checkpointing=False) < adapter
+    assert gpu_tokens(large, free["large"], narrow=True, checkpointing=True) > 4 * adapter
+    assert gpu_tokens(large, 0, narrow=True, checkpointing=False) == FEWEST_GPU_TOKENS
+    assert gpu_tokens(large, free["large"] + 10_000_000, narrow=True, checkpointing=False) == adapter

@@ -195,7 +195,7 @@ def ours(
         loss = objective.part_loss(part, logprobs_BT[place], entropy_BT[place], metrics)
         loss.backward()
         total = total + loss.detach()
-    metrics.update(total.item(), 0.0, skipped=False)
+    metrics.update(total, torch.zeros(()))
     grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (logprobs_BT, entropy_BT)]
     return total, grads[0], grads[1], metrics.summary()
 

@@ -110,10 +110,10 @@ def test_sample_size_and_dropped_weight_are_those_of_the_formulas(correction: st
     for rows in (slice(0, 2), slice(2, 6)):  # in micro-batches
         part = old[rows], sampler[rows], mask[rows]
         once = weighed_once(mask[rows], correction)  # type: ignore[arg-type]
-        bounded = importance_weights(*part, correction, 1.2, 0.9)[once]  # type: ignore[arg-type]
-        log_weights = log_importance(*part, correction)[once]  # type: ignore[arg-type]
-        metrics.importance(log_weights, None if correction == "none" else bounded)
-    found = metrics.weights.summary()
+        bounded = importance_weights(*part, correction, 1.2, 0.9)  # type: ignore[arg-type]
+        log_weights = log_importance(*part, correction)  # type: ignore[arg-type]
+        metrics.importance(log_weights, None if correction == "none" else bounded, once)
+    found = metrics.weights.summary(metrics.weights.sums)
     expected = weights.sum() ** 2 / (weights**2).sum() / len(weights)
     assert found["train/effective_sample_fraction"] == pytest.approx(expected.item(), rel=1e-5)
     if correction == "none":
@@ -126,7 +126,7 @@ def test_sample_size_and_dropped_weight_are_those_of_the_formulas(correction: st
 def test_a_weight_beyond_any_float_is_counted_for_what_it_is() -> None:
     metrics = StepMetrics()
     metrics.importance(torch.tensor([0.0, 2000.0, 0.0, 0.0]), torch.tensor([1.0, 2.0, 1.0, 1.0]))
-    assert metrics.weights.summary() == {
+    assert metrics.weights.summary(metrics.weights.sums) == {
         "train/effective_sample_fraction": pytest.approx(0.25),
         "train/importance_dropped_fraction": pytest.approx(1.0),
     }

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mrl.backends import BACKENDS, Resources, inline
+from mrl.backends import BACKENDS, Resources, base
 from mrl.backends.inline import InlineBackend
 from mrl.errors import ConfigError, WorkerDied
 
@@ -104,12 +104,12 @@ async def test_a_worker_is_closed_after_its_call_and_never_during_it() -> None:
     await ending
     assert worker.closed
     await call
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(WorkerDied, match=r"w: was ended during fail\(\)"):
         await waiting
 
 
 async def test_a_call_that_hangs_is_named_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inline, "ENDING_SECONDS", 0.1)
+    monkeypatch.setattr(base, "ENDING_SECONDS", 0.1)
     backend, handle = await spawn(timeout=0.1)
     worker = handle.worker
     with pytest.raises(WorkerDied, match=r"w: hang\(\) did not finish in"):

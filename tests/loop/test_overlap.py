@@ -213,16 +213,18 @@ def test_an_interrupted_queue_goes_on_with_what_was_in_flight(tiny_model: str, t
     ("changes", "message"),
     [
         ({"max_staleness": 2}, "max_staleness has an effect only with async_mode='queue'"),
-        (
+        pytest.param(
             {"async_mode": "pipeline", "weight_sync_method": "direct"},
             "async_mode='pipeline': pipeline needs rollout workers",
+            marks=pytest.mark.inline("its subject is a module that is shared"),
         ),
         ({"async_mode": "queue", "sync_weights_every": 2}, "sync_weights_every=2: weights are sent after every step"),
         ({"async_mode": "queue", "max_staleness": 0, "over_sampling": 2.0}, "over_sampling=2.0: with async_mode queue"),
         ({"async_mode": "pipeline", "zero_variance_groups": "resample"}, "groups='resample': resample does not go"),
-        (
+        pytest.param(
             {"over_sampling": 2.0, "weight_sync_method": "direct"},
             "over_sampling=2.0: .*use weight_sync_method='reload'",
+            marks=pytest.mark.inline("its subject is a module that is shared"),
         ),
         (
             {"async_mode": "queue", "stale_rollouts": "correct", "importance_sampling": "none"},

@@ -163,7 +163,7 @@ def test_a_step_can_be_looked_at_while_it_happens(
     assert (seen["groups_wanted"], seen["groups_done"], seen["in_flight"]) == (2, 0, 0)
     assert 0 < seen["tokens"] <= 2 * 2 * 4 * 2
     health = {worker["name"]: (worker["alive"], worker["version"]) for worker in seen["workers"]}
-    assert health == {"rollout-0": (True, 1), "actor": (True, None), "reward": (True, None)}
+    assert health == {"rollout-0": (True, 1), "actor": (True, None), "reward-0": (True, None)}
     with RunReader(tmp_path / "run") as reader:
         ended = reader.progress() or {}
     assert (ended["stage"], ended["step"]) == ("finished", 2)

@@ -37,6 +37,7 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
+@pytest.mark.inline("actor and reward function meet at an event of this process")
 def test_the_reference_is_asked_while_rewards_are_computed(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

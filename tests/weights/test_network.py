@@ -86,7 +86,7 @@ async def test_workers_on_another_machine_hold_the_actors_weights(
     from mrl.sync import SYNC_METHODS
     from mrl.types import TokenSequence
 
-    monkeypatch.setattr("mrl.workers.rollout.machine", lambda: "another-machine")
+    monkeypatch.setattr("mrl.workers.rollout.machine_id", lambda: "another-machine")
     settings = {"model": tiny_model, "device": "cpu", "max_model_len": 64}
     actor = ActorWorker(settings, {"learning_rate": 0.01}, 5)
     actor.initialize()

@@ -28,7 +28,7 @@ class Sampler:
     def capacity(self) -> int | None:
         return self.limit
 
-    async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+    async def generate(self, requests: list[GenerateRequest], together: object = None) -> list[Completion]:
         self.at_once += len(requests)
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(max(r.sampling.max_tokens for r in requests) / 1000)
@@ -39,7 +39,7 @@ class Sampler:
         return [Completion(r.id, [1], [0.0], "stop", self.version) for r in requests]
 
     def initialize_for_weight_sync(self) -> dict[str, object]:
-        return {"accepts": ["weights"], "dtype": None, "host": "here"}
+        return {"accepts": ["weights"], "dtype": None, "machine": "here"}
 
     async def update_weights(self, ref: WeightRef) -> dict[str, object]:
         if self.fault == "refuses":
@@ -184,10 +184,10 @@ async def test_a_session_stays_with_the_worker_that_has_its_prefix() -> None:
 
 async def test_a_request_that_an_engine_cannot_serve_takes_no_other_with_it() -> None:
     class Picky(Sampler):
-        async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+        async def generate(self, requests: list[GenerateRequest], together: object = None) -> list[Completion]:
             if requests[0].id == "3":
                 raise EngineError("no")
-            return await super().generate(requests)
+            return await super().generate(requests, together)
 
     done = await generate(await pool(Picky(4)), requests([5] * 6))
     assert [(c.finish_reason, c.error) for c in done] == [

@@ -4,12 +4,25 @@ All rows write the same cache column at every step, so a row is a prompt that en
 waits can take the place of one that ended whatever their lengths. Each distinct prompt is computed once and its cache
 row copied to the requests that share it. When nothing waits any more, rows that ended are dropped.
 
+What becomes of a request, and by which method:
+
+    enqueue ──▶ waits ──admit──▶ runs ──collect──▶ ended: its slot is free ──drop_finished──▶ gone
+                  │               │ ▲                        │
+                  │             leave                        └── admit puts another request there
+                  │               ▼ │ in the next batch, after other weights were loaded
+                  └───leave───▶ handed back with what it has
+
+    forget_cancelled takes requests out that wait or run and that nobody waits for any more.
+
+The host learns what was sampled every few steps (`STEPS_PER_CHECK`), in one transfer, and decides then: rows that ended
+in between have run on, and what they sampled beyond their end is left out. Between two such checks nothing waits.
+
 Models that keep their own kind of cache (see `CausalLM`) cannot have single rows replaced: there the next requests
 begin when all rows have ended.
 
 Keys and values, and the model's step on them, are a `DecodeStep`'s: see mrl.engines.transformers.decode_step.
 
-Decoding can be interrupted between two tokens, for other weights: what was sampled is kept, and goes on from there.
+Decoding can be interrupted between two checks, for other weights: what was sampled is kept, and goes on from there.
 """
 
 from __future__ import annotations
@@ -30,6 +43,7 @@ from mrl.engines.transformers.prefill import Prefilled, Prefiller, TokenIds
 from mrl.engines.transformers.sampling import RowParams, sample
 from mrl.engines.transformers.static_step import StaticStep
 from mrl.engines.transformers.stop_strings import StopStrings
+from mrl.system.transfers import fetch, onto
 from mrl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -115,12 +129,12 @@ class _Batch:
         self.step: DecodeStep = (StaticStep if lm.static else EagerStep)(lm, limits.max_model_len)
         self.logits_BV: Tensor
         self.token_B: Tensor
-        self.done_B: Tensor
-        self.stopped_B: Tensor
-        self.bad_B: Tensor
-        self.length_B: Tensor
-        self.ids_BT = torch.zeros(0, 1, dtype=torch.int64, device=self.device)
-        self.logprobs_BT = torch.zeros(0, 1, dtype=torch.float32, device=self.device)
+        self.unseen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        """Of each step since the host last looked: token_B, logprob_B, stop_B (the token ends its row), usable_B."""
+        # In host memory:
+        self.running_B: Tensor
+        self.ids_BT = torch.zeros(0, 1, dtype=torch.int64)
+        self.logprobs_BT = torch.zeros(0, 1, dtype=torch.float32)
 
         self.enqueue(jobs)
 
@@ -136,18 +150,14 @@ class _Batch:
                 self.admit()
             if not self.running:
                 return []
-            self.take_token()
-            self.calls.sampled += self.running
-            if (self.clock + 1) % self.steps_per_check == 0:
-                self.collect()
-                self.drop_finished()
+            self.take_tokens()
+            self.collect()
+            self.drop_finished()
             if self.running:
                 self.forward()
 
     def leave(self) -> list[Job]:
         """What did not end, with what it has."""
-        if self.running:
-            self.collect()
         rest = []
         for slot, row in enumerate(self.rows):
             if row is None:
@@ -178,7 +188,7 @@ class _Batch:
         gone = [slot for slot, row in enumerate(self.rows) if row is not None and row.job.call.cancelled]
         for slot in gone:
             self.rows[slot] = None
-            self.done_B[slot] = True
+            self.running_B[slot] = False
         self.running -= len(gone)
         self.freed = True
 
@@ -207,7 +217,7 @@ class _Batch:
             self.rows[slot] = _Row(job, self.clock - len(job.begun.ids))
             slots_of.setdefault(job.tokens, []).append(slot)
             for buffer, begun in ((self.ids_BT, job.begun.ids), (self.logprobs_BT, job.begun.logprobs)):
-                buffer[slot, : len(begun)] = torch.tensor(begun, dtype=buffer.dtype, device=self.device)
+                buffer[slot, : len(begun)] = torch.tensor(begun, dtype=buffer.dtype)
         for part in self.prefill(list(slots_of)):
             self.place(part, [slots_of[prompt] for prompt in part.prompts], total, fresh=fresh)
             fresh = False
@@ -236,8 +246,8 @@ class _Batch:
     def place(self, part: Prefilled, slots_P: list[list[int]], total: int, *, fresh: bool) -> None:
         """Put each of the part's prompts into its slots; the first ones of a batch make its tensors."""
         index = [p for p, slots in enumerate(slots_P) for _ in slots]
-        index_N = torch.tensor(index, device=self.device)
-        slots_N = torch.tensor([slot for slots in slots_P for slot in slots], device=self.device)
+        index_N = onto(self.device, index)
+        slots_N = onto(self.device, [slot for slots in slots_P for slot in slots])
         room, reach = min(self.ids_BT.shape[1], FIRST_ROOM), max(row.job.reach for row in self.rows if row is not None)
         self.step.put(part, index_N, slots_N, total, room=room, reach=reach)
         if fresh or len(self.logits_BV) < total:
@@ -258,25 +268,24 @@ class _Batch:
                 new[:kept, :width] = old[:rows]
                 setattr(self, name, new)
 
-    # --- one step ---------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def take_tokens(self) -> None:
+        """Sample as many tokens for every row as there are steps to a check, or as any row may still have."""
+        steps = self.steps_per_check
+        if steps > 1:
+            steps = min(steps, max(row.born + row.job.max_new - self.clock for row in self.rows if row is not None))
+        for left in reversed(range(steps)):
+            self.take_token()
+            self.calls.sampled += self.running
+            if left:
+                self.forward()
 
     def take_token(self) -> None:
-        """Sample the next token of every row, store it and note which rows end with it."""
-        step_B = self.clock - self.born_B
-        token_B, logprob_B, usable_B = sample(self.logits_BV, self.params, step_B)
-        at_B1 = step_B.clamp(max=self.ids_BT.shape[1] - 1)[:, None]
-        self.ids_BT.scatter_(1, at_B1, token_B[:, None])
-        self.logprobs_BT.scatter_(1, at_B1, logprob_B[:, None])
-        running_B = ~self.done_B
-        stop_B = (token_B[:, None] == self.stop_ids_BS).any(dim=1)
-        if self.stop_strings.any:
-            stop_B |= self.stop_strings.found(self.ids_BT, step_B, token_B, running_B & ~stop_B)
-        end_B = (stop_B | ~usable_B | (step_B + 1 >= self.max_new_B)) & running_B
-        self.stopped_B |= stop_B & running_B
-        self.bad_B |= ~usable_B & running_B
-        self.length_B = torch.where(end_B, step_B + 1, self.length_B)
-        self.done_B |= end_B
-        self.token_B = token_B
+        """Sample the next token of every row."""
+        self.token_B, logprob_B, usable_B = sample(self.logits_BV, self.params, self.clock - self.born_B)
+        stop_B = (self.token_B[:, None] == self.stop_ids_BS).any(dim=1)
+        self.unseen.append((self.token_B, logprob_B, stop_B, usable_B))
 
     def forward(self) -> None:
         """Logits after the tokens just sampled."""
@@ -286,28 +295,43 @@ class _Batch:
     # --- rows that end ----------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Hand over the completions of rows that ended since the last time."""
-        if int(self.done_B.sum()) == len(self.rows) - self.running:
+        """Take over what was sampled, and hand over the completions of rows that ended. Here the host waits."""
+        found = fetch(*(tensor for step in self.unseen for tensor in step))
+        self.unseen = []
+        token_BK, logprob_BK, stop_BK, usable_BK = (torch.stack(found[kind::4], dim=1) for kind in range(4))
+        steps = token_BK.shape[1]
+        at_BK = torch.arange(self.clock - steps + 1, self.clock + 1) - self.host_born_B1
+        # The last column takes what rows write that have ended.
+        column_BK = at_BK.clamp(max=self.ids_BT.shape[1] - 1)
+        self.ids_BT.scatter_(1, column_BK, token_BK)
+        self.logprobs_BT.scatter_(1, column_BK, logprob_BK)
+        if self.stop_strings.any:  # there is a check at every step then
+            wanted_B = self.running_B & ~stop_BK[:, 0]
+            stop_BK[:, 0] |= self.stop_strings.found(self.ids_BT, at_BK[:, 0], token_BK[:, 0], wanted_B)
+        end_BK = (stop_BK | ~usable_BK | (at_BK + 1 >= self.max_new_B1)) & self.running_B[:, None]
+        slots_N = end_BK.any(dim=1).nonzero()[:, 0]
+        if not len(slots_N):
             return
-        slots = [slot for slot, done in enumerate(self.done_B.tolist()) if done and self.rows[slot] is not None]
-        index_N = torch.tensor(slots, device=self.device)
-        lengths, stopped = self.length_B[index_N].tolist(), self.stopped_B[index_N].tolist()
-        bad = self.bad_B[index_N].tolist()
-        ids, logprobs = (t[index_N, : max(lengths)].tolist() for t in (self.ids_BT, self.logprobs_BT))
-        for n, slot in enumerate(slots):
-            row, end = self.rows[slot], lengths[n]
-            assert row is not None
-            request = row.job.request
-            reason: FinishReason = "stop" if stopped[n] else "length"
-            versions = versions_per_token(row.job.begun.spans(self.version), end, self.version)
-            completion = Completion(request.id, ids[n][:end], logprobs[n][:end], reason, versions)
-            if bad[n]:
-                completion = Completion.failed(request, NOT_FINITE, self.version)
-            self.calls.ended(row.job, completion)
-            self.rows[slot] = None
-        self.running -= len(slots)
+        last_N1 = end_BK[slots_N].int().argmax(dim=1, keepdim=True)  # the first of those at which it would end
+        each = (kind_BK[slots_N].gather(1, last_N1)[:, 0].tolist() for kind_BK in (at_BK, stop_BK, usable_BK))
+        for slot, at, stopped, usable in zip(slots_N.tolist(), *each, strict=True):
+            self.end(slot, at + 1, stopped=stopped, usable=usable)
+        self.running_B[slots_N] = False
+        self.running -= len(slots_N)
         self.freed = True
         self.measure()
+
+    def end(self, slot: int, length: int, *, stopped: bool, usable: bool) -> None:
+        """Hand over the completion in a slot, which has so many tokens."""
+        row = self.rows[slot]
+        assert row is not None
+        request = row.job.request
+        ids, logprobs = self.ids_BT[slot, :length].tolist(), self.logprobs_BT[slot, :length].tolist()
+        reason: FinishReason = "stop" if stopped else "length"
+        versions = versions_per_token(row.job.begun.spans(self.version), length, self.version)
+        completion = Completion(request.id, ids, logprobs, reason, versions)
+        self.calls.ended(row.job, completion if usable else Completion.failed(request, NOT_FINITE, self.version))
+        self.rows[slot] = None
 
     def drop_finished(self) -> None:
         """Take ended rows out of the batch if they are many and nothing will take their places."""
@@ -317,14 +341,11 @@ class _Batch:
         if self.queue and self.lm.replaces_rows and self.next_jobs():
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
-        kept_B = torch.tensor(kept, device=self.device)
+        kept_B = onto(self.device, kept)
         self.rows = [self.rows[slot] for slot in kept]
         self.step.keep(kept_B)
-        self.ids_BT, self.logprobs_BT, self.token_B = (
-            self.ids_BT[kept_B],
-            self.logprobs_BT[kept_B],
-            self.token_B[kept_B],
-        )
+        self.token_B = self.token_B[kept_B]
+        self.ids_BT, self.logprobs_BT = self.ids_BT[kept], self.logprobs_BT[kept]
         self.refresh()
 
     def refresh(self) -> None:
@@ -334,13 +355,12 @@ class _Batch:
         samplings = [row.job.request.sampling for row in rows]
         self.params = RowParams.build(samplings, [row.job.request.seed for row in rows], device)
         self.stop_ids_BS = _stop_table([self.eos_ids.union(s.stop_token_ids) for s in samplings], device)
-        self.stop_strings.watch([s.stop for s in samplings], self.lm.vocab_size, device)
-        self.max_new_B = torch.tensor([row.job.max_new for row in rows], device=device)
-        self.born_B = torch.tensor([row.born for row in rows], device=device)
-        self.offset_B = torch.tensor([row.offset for row in rows], device=device)
-        self.done_B = torch.tensor([row is None for row in self.rows], device=device)
-        self.length_B = torch.zeros_like(self.born_B)
-        self.stopped_B, self.bad_B = torch.zeros_like(self.done_B), torch.zeros_like(self.done_B)
+        self.stop_strings.watch([s.stop for s in samplings], self.lm.vocab_size)
+        self.max_new_B1 = torch.tensor([row.job.max_new for row in rows])[:, None]
+        self.host_born_B1 = torch.tensor([row.born for row in rows])[:, None]
+        self.running_B = torch.tensor([row is not None for row in self.rows])
+        self.born_B = onto(device, self.host_born_B1[:, 0])
+        self.offset_B = onto(device, [row.offset for row in rows])
         self.measure()
 
     def measure(self) -> None:
@@ -353,4 +373,4 @@ class _Batch:
 def _stop_table(stop_ids: list[frozenset[int]], device: torch.device) -> Tensor:
     """[B, S] ids, padded with -1, which no token has."""
     width = max(1, *map(len, stop_ids)) if stop_ids else 1
-    return torch.tensor([[*sorted(ids), *[-1] * (width - len(ids))] for ids in stop_ids], device=device)
+    return onto(device, [[*sorted(ids), *[-1] * (width - len(ids))] for ids in stop_ids])

@@ -56,9 +56,9 @@ class DecodeThread:
         """Decode these. Raises EngineError when closed. Cancelled, it has them left out from the next token on."""
         if self._closed:
             raise _closed()
-        call = Call(requests)
         if not requests:
             return []
+        call = Call(requests)
         if not self._arriving:
             asyncio.get_running_loop().call_soon(self._all_arrived, 0)
         self._arriving.append(call)
@@ -123,7 +123,8 @@ class DecodeThread:
         if len(self._arriving) > known:
             asyncio.get_running_loop().call_soon(self._all_arrived, len(self._arriving))
             return
-        arrived, self._arriving = self._arriving, []
+        # In an order that does not depend on which call was faster.
+        arrived, self._arriving = sorted(self._arriving, key=lambda call: call.requests[0].id), []
         try:
             self._add(self._waiting, arrived)
         except EngineError as error:

@@ -22,7 +22,8 @@ from mrl.engines.transformers.stop_strings import StopStrings
 from mrl.engines.transformers.trial import fitted
 from mrl.engines.transformers.weights import load_directory
 from mrl.errors import EngineError, SyncError
-from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer
+from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer, pick_device
+from mrl.system.memory import claim, rounded, unclaimed
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 from mrl.weights.hub_names import to_hub
 
@@ -41,7 +42,8 @@ class TransformersEngine:
     tokenizer: for stop strings and its end-of-sequence id; `None` if neither is needed.
     max_model_len: tokens of prompt and completion together; a completion that reaches it ends with reason "length".
     max_batch_tokens: rows x longest possible length decoded together. Default: what a quarter of the machine's memory
-        (half of the GPU's) holds of this model's keys and values, at most 2**20.
+        holds of this model's keys and values, or half of what is free on the GPU and no other engine of this process
+        will take; at most 2**20.
     max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
         GPU) words. Neither bound changes what is sampled.
     endless: requests may keep coming while others decode, so the engine gets a thread to itself, and says how many it
@@ -75,6 +77,7 @@ class TransformersEngine:
         self._autocast_dtype, self._decode_step = autocast_dtype, decode_step
         self._lm: CausalLM | None = fitted(model, max_model_len, autocast_dtype, decode_step)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
+        claim(self, self._lm.device, self._limits.max_batch_tokens * self._lm.cache_bytes_per_token)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         self.capacity = self._limits.max_rows if endless else None
         self._thread = DecodeThread(self._decode, self._jobs, endless=endless)
@@ -85,7 +88,11 @@ class TransformersEngine:
 
         Raises ModelError when the model or tokenizer cannot be loaded, EngineError when the model cannot be served.
         """
-        model = load_model(config) if module is None else module
+        model: nn.Module
+        if module is None:
+            model = load_model(config, matrices=autocast_dtype(config, pick_device(config.device)))
+        else:
+            model = module
         device = next(model.parameters()).device
         return cls(
             model,
@@ -204,17 +211,16 @@ class TransformersEngine:
 
 
 def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None, max_rows: int | None) -> Limits:
-    """Derived from total and not from free memory, so that the same machine batches alike in every run."""
+    """On a CPU derived from total and not from free memory, so that the same machine batches alike in every run."""
     if max_batch_tokens is not None and max_batch_tokens < max_model_len:
         raise EngineError(f"max_batch_tokens={max_batch_tokens} is less than max_model_len={max_model_len}")
     if max_rows is not None and max_rows < 1:
         raise EngineError(f"max_rows={max_rows}: at least one completion has to be decoded at a time")
-    on_gpu = lm.device.type == "cuda"
-    if on_gpu:
-        memory = torch.cuda.get_device_properties(lm.device).total_memory // 2
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    default = max(max_model_len, min(1 << 20, memory // lm.cache_bytes_per_token))
+    free = unclaimed(lm.device)
+    on_gpu = free is not None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 if free is None else free // 2
+    fit = memory // lm.cache_bytes_per_token
+    default = max(max_model_len, min(1 << 20, rounded(fit) if on_gpu else fit))
     return Limits(
         max_model_len=max_model_len,
         max_batch_tokens=max_batch_tokens or default,

@@ -66,6 +66,15 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None] | None:
     return windows
 
 
+def as_multiplied(*states: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values in the dtype in which attention multiplies them: autocast rounds them at each use, while rotated
+    keys come in float32."""
+    kind = states[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return states
+    return tuple(s.to(torch.get_autocast_dtype(kind)) for s in states)
+
+
 def select_rows(cache: Cache, index_B: Tensor) -> None:
     """Keep the rows at `index_B` (repeats allowed), in that order."""
     cache.reorder_cache(cast(torch.LongTensor, index_B))
@@ -87,6 +96,7 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens; returns all keys and values so far, of which one new token per row in a
         layer with a window sees its window only."""
+        key_states, value_states = as_multiplied(key_states, value_states)
         first, new = self.start, key_states.shape[2]
         if not self._buffers:
             self._buffers = [key_states, value_states]

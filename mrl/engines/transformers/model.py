@@ -17,6 +17,7 @@ from mrl.engines.transformers.cuda_graphs import CudaGraphs, Recorder
 from mrl.engines.transformers.kv_cache import GrowingCache, layer_windows
 from mrl.engines.transformers.lean_step import LeanStep, can_be_lean
 from mrl.errors import EngineError
+from mrl.modeling.wide_logits import keep_logits_wide, same_weights
 
 Path = Literal["own steps", "own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:
@@ -53,9 +54,9 @@ class CausalLM:
         accepted = inspect.signature(self.inner.forward).parameters
         text_config = self.text_config = self.config.get_text_config(decoder=True)
         self._check(accepted.keys(), text_config, max_model_len)
+        keep_logits_wide(self.inner)
         self.embedding = cast(nn.Embedding, self.inner.get_input_embeddings())
         self.vocab_size = self.embedding.num_embeddings
-        self.cache_bytes_per_token = _cache_bytes_per_token(text_config, self.inner.dtype)
         self.autocast_dtype = autocast_dtype
         self.limits_logits = "logits_to_keep" in accepted
         self.windows = layer_windows(self.config)
@@ -84,7 +85,7 @@ class CausalLM:
         for m in training:
             m.training = False
         try:
-            with torch.no_grad(), autocast:
+            with torch.no_grad(), autocast, same_weights():
                 yield
         except torch.OutOfMemoryError as e:
             raise EngineError(f"out of memory; lower max_decode_rows, max_model_len or max_tokens ({e})") from e
@@ -96,6 +97,12 @@ class CausalLM:
     def replaces_rows(self) -> bool:
         """Whether caches are `GrowingCache`s, whose rows can be overwritten by other prompts."""
         return self.path != "model's cache"
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values of all layers; see `as_multiplied`."""
+        narrow = self.autocast_dtype is not None and self.replaces_rows
+        return _cache_bytes_per_token(self.text_config, self.autocast_dtype if narrow else self.inner.dtype)
 
     def new_cache(self) -> Cache:
         """An empty cache of the kind the model needs."""
@@ -221,9 +228,9 @@ def _without_peft(module: nn.Module) -> PreTrainedModel:
     return module
 
 
-def _cache_bytes_per_token(text_config: PreTrainedConfig, dtype: torch.dtype) -> int:
+def _cache_bytes_per_token(text_config: PreTrainedConfig, dtype: torch.dtype | None) -> int:
     """Keys and values of all layers for one token, by the config's usual names (too many where some are missing)."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    return int(2 * text_config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize)
+    return int(2 * text_config.num_hidden_layers * kv_heads * head_dim * (dtype or torch.float32).itemsize)

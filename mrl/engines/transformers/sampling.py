@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrl.system.transfers import onto
 from mrl.types import SamplingParams
 
 _CHUNK = 128
@@ -35,6 +36,8 @@ class RowParams:
     greedy_B: Tensor | None
     top_k_B: Tensor | None
     """int64; 0 = off for that row."""
+    top_ks: frozenset[int]
+    """The different ones, known to the host."""
     top_p_B: Tensor | None
     min_p_B: Tensor | None
 
@@ -43,14 +46,15 @@ class RowParams:
         """One row per element of `params` and of `seeds`."""
 
         def column(values: list[float] | list[int] | list[bool], off: float, dtype: torch.dtype) -> Tensor | None:
-            return torch.tensor(values, dtype=dtype, device=device) if any(v != off for v in values) else None
+            return onto(device, values, dtype) if any(v != off for v in values) else None
 
         temperature_B = column([p.temperature or 1.0 for p in params], 1.0, torch.float32)
         return cls(
-            seed_B=torch.tensor(seeds, dtype=torch.int64, device=device),
+            seed_B=onto(device, seeds, torch.int64),
             temperature_B1=None if temperature_B is None else temperature_B[:, None],
             greedy_B=column([p.temperature == 0 for p in params], False, torch.bool),
             top_k_B=column([p.top_k for p in params], 0, torch.int64),
+            top_ks=frozenset(p.top_k for p in params),
             top_p_B=column([p.top_p for p in params], 1.0, torch.float32),
             min_p_B=column([p.min_p for p in params], 0.0, torch.float32),
         )
@@ -66,6 +70,7 @@ class RowParams:
             temperature_B1=pick(self.temperature_B1),
             greedy_B=pick(self.greedy_B),
             top_k_B=pick(self.top_k_B),
+            top_ks=self.top_ks,
             top_p_B=pick(self.top_p_B),
             min_p_B=pick(self.min_p_B),
         )
@@ -109,17 +114,17 @@ def filter_logits(logits_BV: Tensor, params: RowParams) -> Tensor:
         floor_B1 = scaled_BV.amax(dim=-1, keepdim=True) + params.min_p_B.log()[:, None]
         scaled_BV = scaled_BV.masked_fill(scaled_BV < floor_B1, -torch.inf)
     if params.top_k_B is not None:
-        scaled_BV = _keep_top_k(scaled_BV, params.top_k_B)
+        scaled_BV = _keep_top_k(scaled_BV, params.top_k_B, params.top_ks)
     if params.top_p_B is not None:
         scaled_BV = _keep_top_p(scaled_BV, params.top_p_B)
     return scaled_BV
 
 
-def _keep_top_k(scaled_BV: Tensor, top_k_B: Tensor) -> Tensor:
+def _keep_top_k(scaled_BV: Tensor, top_k_B: Tensor, top_ks: frozenset[int]) -> Tensor:
     vocab_size = scaled_BV.shape[1]
     k_B = torch.where(top_k_B > 0, top_k_B, vocab_size).clamp(max=vocab_size)
     limited_B = k_B < vocab_size
-    k_max = int(torch.where(limited_B, k_B, 1).max())
+    k_max = max((k for k in top_ks if 0 < k < vocab_size), default=1)
     top_BK = scaled_BV.topk(k_max, dim=-1).values
     kth_B1 = top_BK.gather(1, (k_B - 1).clamp(max=k_max - 1)[:, None])
     return scaled_BV.masked_fill((scaled_BV < kth_B1) & limited_B[:, None], -torch.inf)

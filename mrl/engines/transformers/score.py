@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mrl.engines.transformers.model import CausalLM
+from mrl.system.transfers import fetch, onto
 from mrl.types import TokenSequence
 
 MAX_LOGITS = 1 << 25
@@ -17,9 +18,13 @@ MAX_LOGITS = 1 << 25
 def score(lm: CausalLM, sequences: Sequence[TokenSequence], batch_tokens: int) -> list[list[float]]:
     """Logprob of each completion token given what is before it, at each sequence's temperature."""
     results: list[list[float]] = [[] for _ in sequences]
-    for batch in _batches(sequences, batch_tokens):
-        for index, logprobs in zip(batch, _score_batch(lm, [sequences[i] for i in batch]), strict=True):
-            results[index] = logprobs
+    batches = list(_batches(sequences, batch_tokens))
+    if batches:
+        found = fetch(*(_score_batch(lm, [sequences[i] for i in batch]) for batch in batches))
+        for batch, logprobs_BL in zip(batches, found, strict=True):
+            for index, row in zip(batch, logprobs_BL.tolist(), strict=True):
+                s = sequences[index]
+                results[index] = row[len(s.prompt_ids) : len(s.prompt_ids) + len(s.completion_ids)]
     return results
 
 
@@ -39,30 +44,30 @@ def _batches(sequences: Sequence[TokenSequence], batch_tokens: int) -> Iterator[
         yield batch
 
 
-def _score_batch(lm: CausalLM, sequences: list[TokenSequence]) -> list[list[float]]:
-    """Right-padded, so causality alone keeps padding out. Where the logits would be too many, columns go through in
-    pieces that continue from a cache."""
+def _score_batch(lm: CausalLM, sequences: list[TokenSequence]) -> Tensor:
+    """The logprob of each token, [B, L], 0 where it is not asked for.
+
+    Right-padded, so causality alone keeps padding out. Where the logits would be too many, columns go through in pieces
+    that continue from a cache.
+    """
     tokens = [(*s.prompt_ids, *s.completion_ids) for s in sequences]
     rows, columns = len(tokens), max(map(len, tokens)) - 1  # nothing follows the last token
-    padded_BL = torch.tensor([t + (0,) * (columns + 1 - len(t)) for t in tokens], device=lm.device)
-    temperature_B11 = torch.tensor([s.temperature for s in sequences], device=lm.device)[:, None, None]
+    padded_BL = onto(lm.device, [t + (0,) * (columns + 1 - len(t)) for t in tokens])
+    temperature_B11 = onto(lm.device, [s.temperature for s in sequences], torch.float32)[:, None, None]
     first = min(len(s.prompt_ids) for s in sequences) - 1  # the first column that predicts a completion token
     piece = max(1, MAX_LOGITS // (rows * lm.vocab_size))
     cache = lm.new_cache() if columns - first > piece else None
 
-    logprobs_BL = torch.zeros(rows, columns + 1)
+    logprobs_BL = torch.zeros(rows, columns + 1, device=lm.device)
     start = 0
     for logits_start in range(first, columns, piece):
         end = min(logits_start + piece, columns)
         positions_1T = torch.arange(start, end, device=lm.device)[None]
         logits_BTV = lm.forward(padded_BL[:, start:end], positions_1T, None, cache, keep=end - logits_start)
         target_BT = padded_BL[:, logits_start + 1 : end + 1]
-        logprobs_BL[:, logits_start + 1 : end + 1] = _token_logprobs(logits_BTV, target_BT, temperature_B11).cpu()
+        logprobs_BL[:, logits_start + 1 : end + 1] = _token_logprobs(logits_BTV, target_BT, temperature_B11)
         start = end
-    return [
-        row[len(s.prompt_ids) : len(s.prompt_ids) + len(s.completion_ids)]
-        for row, s in zip(logprobs_BL.tolist(), sequences, strict=True)
-    ]
+    return logprobs_BL
 
 
 def _token_logprobs(logits_BTV: Tensor, target_BT: Tensor, temperature_B11: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class StopStrings:
         """Whether there is a tokenizer to tell text from tokens with."""
         return self._tokenizer is not None
 
-    def watch(self, stops_B: Sequence[tuple[str, ...]], vocab_size: int, device: torch.device) -> None:
+    def watch(self, stops_B: Sequence[tuple[str, ...]], vocab_size: int) -> None:
         """The rows' stop strings from now on; none where there is no tokenizer (`works`)."""
         self._stops_B = stops_B
         self.any = any(stops_B)
@@ -52,14 +52,17 @@ class StopStrings:
             self._anchor_text = self._decode(self._anchor)
         for stops in set(stops_B):
             table = self._known.get(stops)
-            if table is None or len(table) != vocab_size or table.device != device:
-                self._known[stops] = torch.full((vocab_size,), bool(stops), device=device)
+            if table is None or len(table) != vocab_size:
+                self._known[stops] = torch.full((vocab_size,), bool(stops))
         self._sets = list(dict.fromkeys(stops_B))
-        self._set_B = torch.tensor([self._sets.index(stops) for stops in stops_B], device=device)
+        self._set_B = torch.tensor([self._sets.index(stops) for stops in stops_B])
         self._possible_SV = torch.stack([self._known[stops] for stops in self._sets])
 
     def found(self, ids_BT: Tensor, step_B: Tensor, token_B: Tensor, wanted_B: Tensor) -> Tensor:
-        """For each wanted row, whether token number `step_B`, stored in `ids_BT`, completed a stop string. [B] bool."""
+        """For each wanted row, whether token number `step_B`, stored in `ids_BT`, completed a stop string. [B] bool.
+
+        All in host memory.
+        """
         hit_B = self._possible_SV[self._set_B, token_B] & wanted_B
         rows = hit_B.nonzero()[:, 0]
         for row, step, token in zip(rows.tolist(), step_B[rows].tolist(), token_B[rows].tolist(), strict=True):

@@ -20,8 +20,9 @@ def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None
     """Numbers of each engine's GPUs, as torch counts them here; none where torch sees none and none were named.
 
     seen: GPUs there are. actor: the one that trains, None = there is no such GPU. Where nothing was named the engines
-    get those it does not use; only on a machine with a single GPU do they share it. Raises ConfigError, which says what
-    to change, where there are too few, or where they share without a `gpu_memory_utilization` that leaves room.
+    get those it does not use, with `colocate` its own first; without, they share it only on a machine with a single
+    GPU. Raises ConfigError, which says what to change, where there are too few, or where they share without a
+    `gpu_memory_utilization` that leaves room.
     """
     size = serving.tensor_parallel_size
     if serving.vllm_devices:
@@ -35,10 +36,13 @@ def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None
         return [[] for _ in range(engines)]
     else:
         free = [gpu for gpu in range(seen) if gpu != actor] if seen > 1 else [0] * engines
+        if serving.colocate and actor is not None:
+            free = [actor, *(gpu for gpu in range(seen) if gpu != actor)]
         if engines * size > len(free):
             raise ConfigError(_too_few(engines, size, len(free), actor))
         shares = [free[index * size : (index + 1) * size] for index in range(engines)]
-    _check_sharing(serving, shares, actor)
+    if not serving.colocate:
+        _check_sharing(serving, shares, actor)
     return shares
 
 

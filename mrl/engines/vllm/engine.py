@@ -46,6 +46,7 @@ class VLLMEngine:
         self._config, self._start = config, start
         self._settings: dict[str, Any] = start["settings"]
         self._sync_seconds: float = start["sync_timeout"]
+        self._repeatable: bool = start["repeatable"]
         self._end_ids = end_ids(config)
         self._run(model, version)
         self.version: int | None = version
@@ -69,10 +70,14 @@ class VLLMEngine:
         vllm_stall_timeout: float = 120.0,
         sync_timeout: float = 300.0,
         lora_sync: Literal["adapter", "merged"] = "merged",
+        colocate: bool = False,
+        repeatable_sampling: bool | None = None,
+        seed: int = 0,
     ) -> Self:
         """Start vLLM with the configured model, as version 0. Raises ModelError, EngineError.
 
-        The options are those of `mrl.config.ServingConfig`.
+        The options are those of `mrl.config.ServingConfig`. seed: of what vLLM draws where requests bring none; two
+        engines with the same one would give the same completions.
         """
         if module is not None:
             raise EngineError("vLLM runs in a process of its own and cannot share a module; sync weights by reload")
@@ -81,6 +86,7 @@ class VLLMEngine:
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_memory_bytes": None if vllm_kv_cache_gb is None else int(vllm_kv_cache_gb * 2**30),
             "enforce_eager": vllm_enforce_eager,
+            "enable_sleep_mode": colocate or None,
         }
         if config.use_lora and lora_sync == "adapter":
             rank = next((r for r in _LORA_RANKS if r >= config.lora_r), None)
@@ -95,7 +101,7 @@ class VLLMEngine:
             "max_num_seqs": vllm_max_num_seqs,
             "tensor_parallel_size": tensor_parallel_size,
             "generation_config": "vllm",
-            "seed": 0,
+            "seed": seed,
             **(vllm_args or {}),
         }
         named = config.device.partition(":")[2]
@@ -107,6 +113,7 @@ class VLLMEngine:
             "start_timeout": vllm_start_timeout,
             "stall_timeout": vllm_stall_timeout,
             "sync_timeout": sync_timeout,
+            "repeatable": bool(repeatable_sampling),
         }
         with tempfile.TemporaryDirectory(prefix="mrl-model-") as folder:
             return cls(config, _plain_model(config, Path(folder)), 0, start)
@@ -157,13 +164,14 @@ class VLLMEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """Free the device's memory: keys and values, and weights to the host (1) or altogether (2): then `version` is
-        None. What is in flight is aborted. EngineError where vLLM cannot (it cannot on CPU)."""
+        None. What is in flight ends first. EngineError where vLLM cannot (it cannot on CPU)."""
         await self._one("sleep", level)
         if level == 2:
             self.version = self._held = None
 
     async def wake(self) -> None:
-        """Take the memory back. After level 2, generating is refused until weights were loaded."""
+        """Take the memory back. After level 2, generating is refused until weights were loaded. Loading weights wakes
+        the engine too, and better: the cache's memory is taken when the weights are in place."""
         await self._one("wake")
 
     async def health(self) -> dict[str, Any]:
@@ -227,7 +235,7 @@ class VLLMEngine:
         message = {
             "id": request.id,
             "prompt_ids": list(request.prompt_ids),
-            "seed": request.seed,
+            "seed": request.seed if self._repeatable else None,
             "sampling": sampling_fields(request, self._end_ids, self._max_model_len),
         }
         try:
@@ -245,7 +253,8 @@ class VLLMEngine:
         )
 
     def _run(self, model: str, version: int) -> None:
-        arguments = {name: value for name, value in self._start.items() if name != "sync_timeout"}
+        ours = ("sync_timeout", "repeatable")
+        arguments = {name: value for name, value in self._start.items() if name not in ours}
         named = {"model": model, "tokenizer": model}
         if not Path(model).is_dir() and self._config.revision is not None:
             named |= {"revision": self._config.revision, "tokenizer_revision": self._config.revision}

@@ -45,6 +45,7 @@ class RemoteVLLMEngine:
     accepts = frozenset({"weights", "adapter"})
     """Kinds of WeightRef it loads. The server has to see the folder under the same path."""
     capacity = _CAPACITY
+    _repeatable = True
     dtype: str | None = None
     """Of the server's weights; not known, so weights are sent as the actor has them."""
 
@@ -83,6 +84,7 @@ class RemoteVLLMEngine:
         vllm_model_name: str | None = None,
         sync_timeout: float = 300.0,
         lora_sync: str = "adapter",
+        repeatable_sampling: bool | None = None,
     ) -> Self:
         """Connect to the server, whose weights are version 0. Raises EngineError, ModelError.
 
@@ -95,7 +97,9 @@ class RemoteVLLMEngine:
             key = os.environ.get(vllm_api_key_env)
             if not key:
                 raise EngineError(f"vllm_api_key_env: the environment has no {vllm_api_key_env}")
-        return cls(config, url, key, vllm_model_name, sync_timeout)
+        engine = cls(config, url, key, vllm_model_name, sync_timeout)
+        engine._repeatable = repeatable_sampling is not False
+        return engine
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Sample one completion per request, in the order of the requests; see `mrl.engines.base.Engine.generate`."""
@@ -173,7 +177,8 @@ class RemoteVLLMEngine:
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         sampling = sampling_fields(request, self._end_ids, self._max_model_len)
-        sampling |= {"seed": request.seed, "logprobs": 0, "include_stop_str_in_output": True}
+        sampling |= {"logprobs": 0, "include_stop_str_in_output": True}
+        sampling |= {"seed": request.seed} if self._repeatable else {}
         ask = self._tokens_and_versions if self._tells_versions and self._adapter is None else self._tokens
         token_ids, logprobs, reason, version = await ask(list(request.prompt_ids), sampling)
         if len(logprobs) != len(token_ids):

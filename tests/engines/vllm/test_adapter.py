@@ -27,6 +27,7 @@ class FakeServer:
         self.logprob = logprob
         self.adapters: dict[str, str] = {}
         self.before_next: Any = None
+        self.seeds: list[int | None] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path, body = request.url.path, json.loads(request.content or b"{}")
@@ -43,6 +44,7 @@ class FakeServer:
             if self.before_next is not None:
                 before_next, self.before_next = self.before_next, None
                 before_next()
+            self.seeds.append(body.get("seed"))
             if body["model"] not in {"base", *self.adapters}:
                 return httpx.Response(404, text="no such model")
             logprobs = {"token_logprobs": [self.logprob]}
@@ -79,6 +81,19 @@ def test_a_server_with_raw_logprobs_or_without_the_model_is_refused(
         RemoteVLLMEngine.create(config, url="http://a")
     with pytest.raises(EngineError, match="serves base, not 'other'"):
         RemoteVLLMEngine.create(config, url="http://a", vllm_model_name="other")
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(None, 9), (True, 9), (False, None)])
+async def test_servers_get_seeds_unless_told_otherwise(
+    asked: bool | None, sent: int | None, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several that were started with the same seed of their own would all draw the same."""
+    server = FakeServer()
+    put_before(monkeypatch, server)
+    config = ModelConfig(model=tiny_model, device="cpu", max_model_len=64)
+    engine = RemoteVLLMEngine.create(config, url="http://a", repeatable_sampling=asked)
+    await engine.generate([GenerateRequest("r", (65,), SamplingParams(max_tokens=1), seed=9)])
+    assert server.seeds[-1] == sent
 
 
 async def test_a_request_whose_adapter_is_replaced_runs_with_the_new_one(

@@ -73,7 +73,39 @@ def test_too_few_gpus_are_refused_with_what_to_do(
 def test_an_engine_without_an_actor_takes_the_devices_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = OrchestratorConfig.from_flat(engine="vllm", device="cuda:0")
-    assert engine_options(config, 0, alone=True)["vllm_devices"] == []
+    options = engine_options(config, 0, alone=True)
+    assert options["vllm_devices"] == []
+    assert options["repeatable_sampling"] is True, "an evaluation, whose figures are to be the same twice"
+
+
+def test_engines_that_draw_without_seeds_of_requests_draw_differently() -> None:
+    """vLLM numbers what it draws from its own seed on: with the same one, two engines would give the same rollouts."""
+    configs = [OrchestratorConfig.from_flat(engine="vllm", seed=seed, num_rollout_workers=3) for seed in (1, 2)]
+    seeds = [engine_options(config, index)["seed"] for config in configs for index in range(3)]
+    assert len(set(seeds)) == 6
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert seeds[0] == engine_options(configs[0], 0)["seed"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "does"),
+    [
+        ("transformers", None, True),
+        ("vllm", None, False),
+        ("vllm", True, True),
+        ("vllm-remote", None, True),
+        ("vllm-remote", False, False),
+    ],
+)
+def test_each_engine_has_its_default_for_seeds(engine: str, asked: bool | None, does: bool) -> None:
+    config = OrchestratorConfig.from_flat(engine=engine, repeatable_sampling=asked)
+    assert config.serving.samples_repeatably(engine) == does
+
+
+def test_engine_transformers_always_has_seeds() -> None:
+    config = OrchestratorConfig.from_flat(repeatable_sampling=False)
+    with pytest.raises(ConfigError, match="repeatable_sampling has an effect only with engine: vllm or vllm-remote"):
+        engine_options(config, 0)
 
 
 @pytest.mark.parametrize(

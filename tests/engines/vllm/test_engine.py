@@ -109,6 +109,17 @@ async def test_tokens_derive_from_the_seed_alone(engine: VLLMEngine) -> None:
         assert alone.token_ids == known.token_ids
 
 
+async def test_without_seeds_of_their_own_requests_draw_what_comes(
+    engine: VLLMEngine, reference: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the right distribution still."""
+    monkeypatch.setattr(engine, "_repeatable", False)
+    asked = [GenerateRequest(f"r{i}", (65, 66, 67), SamplingParams(max_tokens=12), seed=7) for i in range(8)]
+    once, again = await engine.generate(asked), await engine.generate(asked)
+    assert len({tuple(c.token_ids) for c in [*once, *again]}) == 16
+    assert await gap(engine, reference, SamplingParams(temperature=0.8, max_tokens=30)) < 1e-4
+
+
 async def test_ends_where_it_should(engine: VLLMEngine, vllm_model: str) -> None:
     (whole,) = await engine.generate(requests(1, SamplingParams(temperature=0.0, max_tokens=20)))
     third = whole.token_ids[2]

@@ -10,36 +10,61 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mrl.errors import EngineError
 from mrl.types import GenerateRequest, SamplingParams, WeightRef
+from mrl.weights.tensors import write_file
 
 pytestmark = pytest.mark.vllm
 
 
 class FakeLLM:
-    """Stands for vLLM's AsyncLLM on a GPU: after level 2 it has memory again and no `weights` in it."""
+    """Stands for vLLM's AsyncLLM on a GPU: after level 2 it has memory again and no `weights` in it. calls: what was
+    done to its memory and weights, in order. fails: a call that raises."""
 
-    def __init__(self, *, lora: bool = False) -> None:
+    def __init__(self, *, lora: bool = False, fails: str | None = None) -> None:
         self.model_config = SimpleNamespace(enable_sleep_mode=True)
         self.vllm_config = SimpleNamespace(lora_config=object() if lora else None)
         self.weights: str | None = "3"
-        self.asleep = False
+        self.unmapped: set[str] = set()
+        self.calls: list[str] = []
+        self.fails = fails
 
-    async def sleep(self, level: int) -> None:
-        self.asleep = True
+    def call(self, what: str) -> None:
+        if what == self.fails:
+            raise RuntimeError(f"{what} fails")
+        self.calls.append(what)
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self.unmapped)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        assert mode == "wait", "what is in flight would come back cut off, and be trained on"
+        self.call(f"sleep {level}")
+        self.unmapped = {"weights", "kv_cache"}
         self.weights = None if level == 2 else self.weights
 
-    async def wake_up(self) -> None:
-        self.asleep = False
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self.call(f"wake {tags or 'all'}")
+        self.unmapped -= set(tags or self.unmapped)
 
     async def start_weight_update(self) -> None:
-        assert not self.asleep, "written to memory that is not there"
+        assert "weights" not in self.unmapped, "written to memory that is not there"
 
     async def update_weights(self, request: Any) -> None:
-        self.sent = request
+        self.call("update")
 
     async def finish_weight_update(self, version: str) -> None:
+        self.weights = version
+
+    async def add_lora(self, request: Any) -> bool:
+        assert "weights" not in self.unmapped, "written to memory that is not there"
+        self.call("adapter")
+        return True
+
+    async def update_weight_version(self, version: str) -> None:
         self.weights = version
 
     async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
@@ -53,6 +78,7 @@ class FakeLLM:
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[SimpleNamespace]:
         assert self.weights is not None, "generates from no weights"
+        assert not self.asleep, "generates without memory"
         spans = [SimpleNamespace(version=self.weights, start=0)]
         output = SimpleNamespace(token_ids=[7], logprobs=None, finish_reason="length", weight_versions=spans)
         yield SimpleNamespace(outputs=[output], num_cached_tokens=0)
@@ -90,7 +116,7 @@ async def test_after_level_2_nothing_is_served_before_weights_came(tmp_path: Pat
     asleep = host(FakeLLM())
     assert (await asleep.generate(REQUEST))["versions"] == [[3, 0]]
     await asleep.sleep(2)
-    for work in (asleep.resume(), asleep.load(str(tmp_path), 4, None), asleep.sleep(1)):
+    for work in (asleep.resume(), asleep.sleep(1)):
         with pytest.raises(Refused, match=r"asleep.* wake it first"):
             await work
     for _ in ("asleep", "awake"):
@@ -103,6 +129,58 @@ async def test_after_level_2_nothing_is_served_before_weights_came(tmp_path: Pat
     assert await asleep.load(str(tmp_path), 4, None) == "sum"
     assert (await asleep.generate(REQUEST))["versions"] == [[4, 0]]
     assert (await asleep.health())["version"] == 4
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_weights_wake_it_and_the_cache_comes_after_them(level: int, tmp_path: Path) -> None:
+    llm = FakeLLM()
+    sleeper = host(llm)
+    await sleeper.sleep(level)
+    assert await sleeper.load(str(tmp_path), 4, None) == "sum"
+    assert llm.calls == [f"sleep {level}", "wake ['weights']", "update", "wake ['kv_cache']"]
+    assert (await sleeper.generate(REQUEST))["versions"] == [[4, 0]]
+    await sleeper.sleep(2)
+    assert await sleeper.load(str(tmp_path), 5, None) == "sum"
+    assert (await sleeper.health())["version"] == 5
+
+
+async def test_an_adapter_wakes_it_too(tmp_path: Path) -> None:
+    write_file(tmp_path / "adapter_model.safetensors", {"lora_A": torch.ones(2, 2)}, None)
+    llm = FakeLLM(lora=True)
+    sleeper = host(llm)
+    await sleeper.sleep(1)
+    await sleeper.load_adapter(str(tmp_path), 4, None)
+    assert llm.calls == ["sleep 1", "wake ['weights']", "adapter", "wake ['kv_cache']"]
+    assert (await sleeper.generate(REQUEST))["versions"] == [[4, 0]]
+
+
+@pytest.mark.parametrize("fails", ["wake ['weights']", "update", "wake ['kv_cache']"])
+async def test_what_fails_on_the_way_leaves_it_asleep(fails: str, tmp_path: Path) -> None:
+    """Nothing is served, and another try brings it back."""
+    from mrl.engines.vllm.process.host import Refused
+
+    llm = FakeLLM(fails=fails)
+    sleeper = host(llm)
+    await sleeper.sleep(2)
+    with pytest.raises(RuntimeError, match="fails"):
+        await sleeper.load(str(tmp_path), 4, None)
+    assert (await sleeper.health())["asleep"]
+    with pytest.raises(Refused, match=r"asleep|no whole weights"):
+        await sleeper.generate(REQUEST)
+    llm.fails = None
+    await sleeper.load(str(tmp_path), 5, None)
+    assert (await sleeper.generate(REQUEST))["versions"] == [[5, 0]]
+
+
+async def test_asleep_with_its_weights_it_refuses_at_once() -> None:
+    """vLLM itself would let the request wait for ever."""
+    from mrl.engines.vllm.process.host import Refused
+
+    sleeper = host(FakeLLM())
+    await sleeper.sleep(1)
+    for work in (sleeper.generate(REQUEST), sleeper.score([1], [2], 1.0)):
+        with pytest.raises(Refused, match="asleep"):
+            await work
 
 
 async def test_the_engine_and_its_worker_report_no_version_meanwhile(tmp_path: Path) -> None:
@@ -122,15 +200,16 @@ async def test_the_engine_and_its_worker_report_no_version_meanwhile(tmp_path: P
 
     engine = VLLMEngine.__new__(VLLMEngine)
     engine._process, engine._sync_seconds, engine.version = FakeProcess(), 1.0, 3  # type: ignore[assignment]
+    engine._repeatable = True
     engine._max_model_len, engine._vocab_size, engine._end_ids = 8, 9, frozenset()
     worker = RolloutWorker("vllm", {"model": "not looked for"})
     worker.engine = engine
     asked = [GenerateRequest("r", (1,), SamplingParams(max_tokens=1), seed=0)]
     assert (await worker.generate(asked))[0].policy_version == 3
-    await engine.sleep(2)
+    await worker.sleep(2)
     assert engine.version is None
     assert engine.held() is None
-    await engine.wake()
+    await worker.wake()
     assert (await worker.health())["version"] is None
     with pytest.raises(EngineError, match="load weights first"):
         await worker.generate(asked)

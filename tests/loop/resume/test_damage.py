@@ -50,6 +50,7 @@ def test_no_intact_checkpoint_never_means_starting_over(tiny_model: str, four_st
     assert steps_of(four_steps) == [1, 2, 3, 4]
 
 
+@pytest.mark.inline("it changes how the actor writes")
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_a_full_disk_keeps_the_last_good_checkpoint(
     tiny_model: str, tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -76,6 +77,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     assert all(not c.problems() for c in list_checkpoints(tmp_path / "r"))
 
 
+@pytest.mark.inline("it changes how the actor writes")
 def test_a_full_disk_at_the_last_checkpoint_is_an_error(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,9 @@ class WorkerExtension:
     def mrl_set_up(self) -> None:
         """Let prompt logprobs be taken at each request's temperature. Calling it twice is allowed."""
         runner = self.model_runner  # type: ignore[attr-defined]
-        if "_get_prompt_logprobs_dict" not in vars(runner):
+        if hasattr(runner, "prompt_logprobs_worker"):
+            _score_at_temperature_v2(runner)
+        else:
             _score_at_temperature(runner)
 
     def mrl_skip_ranks(self) -> None:
@@ -129,7 +131,12 @@ class WorkerExtension:
 
 
 def _score_at_temperature(runner: Any) -> None:
-    """vLLM takes prompt logprobs at temperature 1 whatever the request says; here they follow the request."""
+    """vLLM takes prompt logprobs at temperature 1 whatever the request says; here they follow the request.
+
+    For vLLM's first model runner, which CPUs have.
+    """
+    if "_get_prompt_logprobs_dict" in vars(runner):
+        return
     plain = runner._get_prompt_logprobs_dict
 
     def by_temperature(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
@@ -152,6 +159,36 @@ def _score_at_temperature(runner: Any) -> None:
         return answers
 
     runner._get_prompt_logprobs_dict = by_temperature
+
+
+def _score_at_temperature_v2(runner: Any) -> None:
+    """The same for its second model runner, the default on GPUs: all requests of a step are scored together, so each
+    token's logits are divided by the temperature of its own request."""
+    scorer = runner.prompt_logprobs_worker  # None where the model's head is in another process (pipeline parallel)
+    if scorer is None or "compute_prompt_logprobs" in vars(scorer):
+        return
+    plain = scorer.compute_prompt_logprobs
+
+    def by_temperature(logits_of: Any, hidden_NH: Tensor, batch: Any, *rest: Any) -> dict[str, Any]:
+        of_requests = torch.from_numpy(runner.sampler.sampling_states.temperature.np[batch.idx_mapping_np])
+        of_requests = torch.where(of_requests == 0, 1.0, of_requests)
+        if (of_requests == 1).all():
+            answer: dict[str, Any] = plain(logits_of, hidden_NH, batch, *rest)
+            return answer
+        tokens = torch.from_numpy(batch.query_start_loc_np[: len(of_requests) + 1]).diff()
+        temperatures_N = of_requests.repeat_interleave(tokens).to(hidden_NH.device)
+        done = 0
+
+        def scaled(chunk_CH: Tensor) -> Tensor:  # vLLM asks for the tokens in order, some at a time
+            nonlocal done
+            first, done = done, done + len(chunk_CH)
+            logits_CV: Tensor = logits_of(chunk_CH)
+            return logits_CV.float() / temperatures_N[first:done, None]
+
+        scored: dict[str, Any] = plain(scaled, hidden_NH, batch, *rest)
+        return scored
+
+    scorer.compute_prompt_logprobs = by_temperature
 
 
 if torch.cpu._is_amx_tile_supported():

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import os
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +155,15 @@ class Host:
         async with self.loading:
             if level == 2:
                 self.broken = "they were dropped when it went to sleep at level 2"
-            await self.llm.sleep(level)
-            self.asleep = self.paused = True
+            self.asleep = self.paused = True  # from here on, whatever comes of it: half asleep is not awake
+            await self.llm.sleep(level, mode="wait")
 
     async def wake(self) -> None:
         """After level 2 its memory holds anything, so nothing is generated before weights were loaded."""
-        await self.llm.wake_up()
-        self.asleep = False
-        await self._resume()
+        async with self.loading:
+            await self.llm.wake_up()
+            self.asleep = False
+            await self._resume()
 
     async def pulse(self) -> dict[str, int]:
         """`working`: requests that should be getting tokens now. `moves`: grows with each they get.
@@ -190,16 +193,12 @@ class Host:
     async def load(self, path: str, version: int, checksum: str | None) -> str | None:
         """Every tensor from a folder, between two tokens of whatever is being generated. Returns their checksum.
 
-        Requests in flight go on afterwards with keys and values recomputed under the new weights.
+        Requests in flight go on afterwards with keys and values recomputed under the new weights. An engine that sleeps
+        is woken by them.
         """
         self.weights = (Path(path), Path(path).parent)
-        async with self.loading:
-            self._refuse_asleep()
-            await self.llm.pause_generation(mode="keep", clear_cache=True)
-            try:
-                return await self._load(path, version, checksum)
-            finally:
-                await self._resume()
+        async with self._updating():
+            return await self._load(path, version, checksum)
 
     async def _load(self, path: str, version: int, checksum: str | None) -> str | None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -230,23 +229,36 @@ class Host:
             found = fingerprint(tensors)
         if checksum is not None and found != checksum:
             raise Refused(f"{path} has checksum {found}, expected {checksum}")
-        async with self.loading:
-            self._refuse_asleep()
-            await self.llm.pause_generation(mode="keep", clear_cache=True)
-            try:
-                request = LoRARequest("policy", ADAPTER, path, load_inplace=True)
-                self.broken = f"the adapter of version {version} could not be loaded"
-                if not await self.llm.add_lora(request):
-                    raise Refused(f"vLLM did not load the adapter in {path}")
-                self.broken = None
-                # Requests name the adapter only: with its files in the name, vLLM would load them at every request.
-                self.lora = LoRARequest("policy", ADAPTER, path)
-                await self.llm.update_weight_version(str(version))
-                return found
-            finally:
-                await self._resume()
+        async with self._updating():
+            request = LoRARequest("policy", ADAPTER, path, load_inplace=True)
+            self.broken = f"the adapter of version {version} could not be loaded"
+            if not await self.llm.add_lora(request):
+                raise Refused(f"vLLM did not load the adapter in {path}")
+            self.broken = None
+            # Requests name the adapter only: with its files in the name, vLLM would load them at every request.
+            self.lora = LoRARequest("policy", ADAPTER, path)
+            await self.llm.update_weight_version(str(version))
+            return found
 
     # --- inner ------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _updating(self) -> AsyncIterator[None]:
+        """Weights may be changed inside. An engine that sleeps has memory for them inside, and for the cache
+        afterwards; where the update failed, it sleeps on."""
+        async with self.loading:
+            if self.asleep:
+                await self.llm.wake_up(["weights"])
+                yield
+                await self.llm.wake_up(["kv_cache"])
+                self.asleep = False
+                await self._resume()
+                return
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            try:
+                yield
+            finally:
+                await self._resume()
 
     def _refuse_asleep(self) -> None:
         if self.asleep:
@@ -277,6 +289,7 @@ class Host:
         from vllm.utils import random_uuid
 
         self._refuse_broken()
+        self._refuse_asleep()  # it would wait for ever
         prompt, name = TokensPrompt(prompt_token_ids=ids), request_id or random_uuid()
         outputs = [output async for output in self.llm.generate(prompt, params, name, lora_request=self.lora)]
         self._refuse_broken()

@@ -1,0 +1,159 @@
+"""How an actor and vLLM divide one GPU's memory when they take turns on it (`colocate`).
+
+While vLLM generates, the actor's process keeps its CUDA context and workspaces; while the actor trains, vLLM's process
+keeps its own. Weights, gradients, optimizer state, keys and values belong to one side at a time, so each may have
+almost all of the GPU. What does not fit is refused before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config import OrchestratorConfig
+from mrl.errors import ConfigError
+
+GIB = 2**30
+ACTOR_KEEPS = 1.5 * GIB
+"""What the actor's process has on a GPU while vLLM generates there: CUDA context, cuBLAS workspaces. Estimated."""
+VLLM_KEEPS = 2.5 * GIB
+"""What vLLM's process has there while it sleeps: the same, and CUDA graphs, NCCL buffers. Estimated."""
+MOST = 0.92
+"""vLLM's own default of `gpu_memory_utilization`, which leaves room for what it cannot foresee."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a model decides how much memory it takes."""
+
+    parameters: int
+    trained: int
+    """Parameters with a gradient: all of them, or the adapter's."""
+    cached_numbers: int
+    """Keys and values of one token, in numbers; 0 = not known."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each side gets while it is its turn, in bytes."""
+
+    gpu: int
+    utilization: float
+    """vLLM's `gpu_memory_utilization`."""
+    weights: float
+    """vLLM's copy of the weights, on each GPU."""
+    training: float
+    """What surely is in memory at the end of a backward pass, activations not counted."""
+
+    @property
+    def activations(self) -> float:
+        """What is left for activations and logits while training."""
+        return self.gpu - VLLM_KEEPS - self.training
+
+    def sentence(self, number: int) -> str:
+        """For the user."""
+        return (
+            f"colocate: GPU {number} ({_gib(self.gpu)}) belongs to vLLM while it generates (gpu_memory_utilization "
+            f"{self.utilization:g}: {_gib(self.gpu * self.utilization)}, {_gib(self.weights)} of it weights), and to "
+            f"the actor while it trains ({_gib(self.training)} for weights, gradients and optimizer state, about "
+            f"{_gib(self.activations)} left for activations)."
+        )
+
+
+def utilization(gpu: int) -> float:
+    """The largest `gpu_memory_utilization` on a GPU of so many bytes that the actor's process is on too."""
+    return min(MOST, math.floor((gpu - ACTOR_KEEPS) / gpu * 100) / 100)
+
+
+def divide(
+    gpu: int, size: ModelSize, config: OrchestratorConfig, max_model_len: int, *, bytes_per_number: int
+) -> Shares:
+    """The shares of a GPU of `gpu` bytes. bytes_per_number: of the weights and the cache that vLLM holds.
+
+    Raises ConfigError, naming what to change, where a side has too little for what it has to hold in any case.
+    """
+    serving, devices = config.serving, config.serving.tensor_parallel_size
+    most, asked = utilization(gpu), explicit_utilization(config)
+    if most <= 0:
+        raise ConfigError(
+            f"colocate: the GPU has {_gib(gpu)}, and two processes need {_gib(ACTOR_KEEPS + VLLM_KEEPS)} before any "
+            "weights; use engine: transformers"
+        )
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"gpu_memory_utilization: {asked:g} leaves the actor's process on the same GPU ({_gib(gpu)}) too little "
+            f"while vLLM generates; with colocate use at most {most:.2f}, or leave it out"
+        )
+    share = most if asked is None else asked
+    weights = size.parameters * bytes_per_number / devices
+    one = max_model_len * size.cached_numbers * bytes_per_number / devices
+    cache = gpu * share - weights if serving.vllm_kv_cache_gb is None else serving.vllm_kv_cache_gb * GIB
+    if serving.vllm_kv_cache_gb is not None and weights + cache > gpu * most:
+        raise ConfigError(
+            f"vllm_kv_cache_gb: with colocate the GPU has {_gib(gpu * most)} for vLLM, weights of {_gib(weights)} "
+            f"included; use at most {max(0, gpu * most - weights) / GIB:.1f}"
+        )
+    if cache < one or cache <= 0:
+        raise ConfigError(
+            f"colocate: vLLM gets {_gib(gpu * share)} of the GPU, and its weights ({_gib(weights)}) leave no room for "
+            f"keys and values of one sequence of {max_model_len} tokens ({_gib(one)}): lower max_model_len"
+            f"{'' if asked is None or asked == most else f', raise gpu_memory_utilization up to {most:.2f}'}, or use a "
+            "smaller model"
+        )
+    shares = Shares(gpu, share, weights, training_bytes(size, config))
+    if shares.activations <= 0:
+        ways = [] if config.model.use_lora else ["use_lora: true"]
+        ways += [] if config.training.offload_optimizer else ["offload_optimizer: true"]
+        raise ConfigError(
+            f"colocate: training needs {_gib(shares.training)} for weights, gradients and optimizer state before any "
+            f"activations, and the GPU has {_gib(gpu - VLLM_KEEPS)} besides the sleeping vLLM: "
+            f"{', '.join([*ways, 'use a smaller model, or a larger GPU'])}"
+        )
+    return shares
+
+
+def training_bytes(size: ModelSize, config: OrchestratorConfig) -> float:
+    """Weights, gradients, AdamW's state and the reference model's weights, all float32."""
+    reference = config.algorithm.beta > 0 and not config.model.use_lora
+    moments = 0 if config.training.offload_optimizer else 8
+    return float(4 * size.parameters * (2 if reference else 1) + (4 + moments) * size.trained)
+
+
+def explicit_utilization(config: OrchestratorConfig) -> float | None:
+    """What the user said, in either place where it can be said."""
+    said = config.serving.gpu_memory_utilization or config.serving.vllm_args.get("gpu_memory_utilization")
+    return None if said is None else float(said)
+
+
+def model_size(config: OrchestratorConfig) -> ModelSize:
+    """Counted on a model without memory. Raises ModelError."""
+    from torch import nn
+
+    from mrl.models import load_config, without_weights
+
+    module = without_weights(config.model)
+    parameters = sum(p.numel() for p in module.parameters())
+    trained = parameters
+    if config.model.use_lora:
+        wanted = config.model.lora_target_modules
+        head = module.get_output_embeddings()
+        layers = [
+            layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear) and (layer is not head if wanted is None else name.split(".")[-1] in wanted)
+        ]
+        trained = sum(config.model.lora_r * (layer.in_features + layer.out_features) for layer in layers)
+    return ModelSize(parameters, trained, _cached_numbers(load_config(config.model).get_text_config()))
+
+
+def _cached_numbers(model: Any) -> int:
+    """Of one token; 0 for models that do not say it in the usual words."""
+    all_heads = int(getattr(model, "num_attention_heads", None) or 0)
+    heads = int(getattr(model, "num_key_value_heads", None) or all_heads)
+    width = int(getattr(model, "head_dim", None) or getattr(model, "hidden_size", 0) // max(1, all_heads))
+    return 2 * int(getattr(model, "num_hidden_layers", 0)) * heads * width
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"

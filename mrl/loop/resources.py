@@ -1,0 +1,61 @@
+"""What each of a run's workers needs of its backend, and which local files go there with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mrl.backends import Backend, Resources, check_backend
+from mrl.config import OrchestratorConfig
+from mrl.config.running import type_and_number
+from mrl.errors import ConfigError
+from mrl.models import base_of_adapter, resolve_model
+from mrl.rewards.functions import split_file
+
+
+def actor_resources(config: OrchestratorConfig) -> Resources:
+    """Of the worker that trains."""
+    return Resources(*type_and_number(config.runtime.actor_gpu))
+
+
+def rollout_resources(config: OrchestratorConfig) -> Resources:
+    """Of each worker that generates."""
+    return Resources(*type_and_number(config.runtime.rollout_gpu))
+
+
+def reward_resources() -> Resources:
+    """Of each worker that scores."""
+    return Resources()
+
+
+def check_place(config: OrchestratorConfig, *workers: Resources) -> None:
+    """Raise ConfigError when the run's backend cannot have such workers, or an option of its own will not do."""
+    check_backend(config.runtime.backend, config.runtime.backend_options, list(workers))
+
+
+async def model_for(backend: Backend, config: OrchestratorConfig) -> dict[str, Any]:
+    """The model's options as workers need them: a folder is one that they can read. Raises ConfigError."""
+    options = config.model.model_dump()
+    folder = Path(resolve_model(config.model.model))
+    if not folder.exists():
+        return options  # the Hub's
+    there = await backend.put(folder)
+    if there == str(folder):
+        return options
+    base = base_of_adapter(str(folder))
+    if base is not None and Path(base).exists():
+        raise ConfigError(
+            f"model: {config.model.model} is an adapter of the folder {base}, which workers of backend "
+            f"{config.runtime.backend} cannot read; give them one model: `mrl checkpoints RUN export FOLDER --merged`"
+        )
+    return options | {"model": there}
+
+
+async def rewards_for(backend: Backend, specs: Any) -> Any:
+    """`reward_funcs` as workers need them: `file.py:function` names a file that they can read."""
+    if isinstance(specs, (list, tuple)):
+        return [await rewards_for(backend, spec) for spec in specs]
+    found = split_file(specs) if isinstance(specs, str) else None
+    if found is None or not found[0].is_file():
+        return specs
+    return f"{await backend.put(found[0])}:{found[1]}"

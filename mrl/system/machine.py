@@ -1,0 +1,34 @@
+"""Which machine this is, as its kernel says."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import uuid
+from pathlib import Path
+
+from mrl.system.scratch import SHARED_MEMORY
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@functools.cache
+def machine_id() -> str:
+    """The same for processes that see each other's shared memory, and only for those.
+
+    A kernel gives itself a new random id whenever it boots, and every mounted file system in memory a device number of
+    its own: containers on one machine have the first in common, and the second only where they share it. Host names are
+    neither unique (cloned machines, containers) nor the same throughout a machine (containers).
+    """
+    try:
+        kernel = _BOOT_ID.read_text().strip()
+    except OSError:  # no Linux: the network card, and when it was booted
+        import psutil
+
+        kernel = f"{socket.gethostname()}-{uuid.getnode():x}-{psutil.boot_time():.0f}"
+    try:
+        memory = str(os.stat(SHARED_MEMORY).st_dev)
+    except OSError:
+        memory = "none"
+    return f"{kernel}/{memory}"

@@ -1,0 +1,66 @@
+"""Whole runs on a simulated accelerator: every sync method, resume, replay. Run by tests/test_simulated_device.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mrl.loop.replay import replay
+from mrl.store.run import read_rows
+from tests import simulated_device
+from tests.device.cases_actor import LORA, make_actor
+from tests.small_runs import record_of, run, same_weights
+
+assert simulated_device  # torch has the device from here on
+
+METHODS = ["direct", "reload", "volume", "checkpoint", "delta"]
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    kept = ("train/", "reward")
+    return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_rows(folder, "metrics")]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "cpu"
+    run(tiny_model, folder, max_steps=3)
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_is_that_of_the_cpu(method: str, tiny_model: str, on_cpu: Path, tmp_path: Path) -> None:
+    """Two workers; what they sample after each sync depends on the weights they got."""
+    run(tiny_model, tmp_path / "run", device="sim", weight_sync_method=method, num_rollout_workers=2, max_steps=3)
+    for got, expected in zip(metrics_of(tmp_path / "run"), metrics_of(on_cpu), strict=True):
+        assert got == pytest.approx(expected, abs=1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_resumed_run_is_the_uninterrupted_one_and_can_be_replayed(
+    lora: bool, tiny_model: str, tmp_path: Path
+) -> None:
+    adapter = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0} if lora else {}
+    options = {"device": "sim", "weight_sync_method": "reload", **adapter}
+    run(tiny_model, tmp_path / "whole", **options, max_steps=3)
+    run(tiny_model, tmp_path / "parts", **options, max_steps=2)
+    run(tiny_model, tmp_path / "parts", **options, max_steps=3, resume="auto")
+    assert record_of(tmp_path / "parts") == record_of(tmp_path / "whole")
+    assert same_weights(tmp_path / "parts", tmp_path / "whole")
+    assert replay(tmp_path / "whole", 3).exact
+    assert replay(tmp_path / "whole", 3, device="cpu").verdict != "different"
+
+
+def test_an_adapter_is_written_from_the_device(tiny_model: str, tmp_path: Path) -> None:
+    """What engines load that take adapters."""
+    tensors = []
+    for device in ("cpu", "sim"):
+        actor = make_actor(tiny_model, device, **LORA)
+        ref = actor.write_weights(str(tmp_path / device), 1, adapter=True)
+        tensors.append(load_file(Path(ref.path or "") / "adapter_model.safetensors"))
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
