@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,10 +106,12 @@ def _check_tokenizer_files(folder: Path) -> None:
         )
 
 
-def load_model(config: ModelConfig, *, matrices: torch.dtype | None = None) -> PreTrainedModel:
+def load_model(
+    config: ModelConfig, *, before_moving: Callable[[PreTrainedModel], None] | None = None
+) -> PreTrainedModel:
     """The model in float32 on its device, adapters merged. Raises ModelError.
 
-    matrices: what to hold those of its parameters in that autocast would round to it at each use: see `narrow`.
+    before_moving: what is done to it while it is in host memory, so that the device need not hold what it was.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -135,24 +137,10 @@ def load_model(config: ModelConfig, *, matrices: torch.dtype | None = None) -> P
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
-    if matrices is not None:
-        narrow(model, matrices)
+    if before_moving is not None:
+        before_moving(model)
     model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
     return model.eval()
-
-
-def narrow(model: Any, dtype: torch.dtype) -> None:
-    """Hold in `dtype` what autocast multiplies by in `dtype` anyway, in place: numbers under autocast stay the same.
-
-    These are the linear layers. Embeddings, a head that is tied to them, norms, and experts whose matrices are one
-    tensor stay: autocast does not round these, or not always.
-    """
-    import torch
-
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    for module in model.modules():
-        if type(module) is torch.nn.Linear and id(module.weight) not in embeddings:
-            module.to(dtype)
 
 
 def without_weights(config: ModelConfig) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.soak import sample
+from tests.soak import sample, takes_long
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     number = config.getoption("--soak-sample")
     if number is None:
         return
-    chosen = sample([item.nodeid for item in items], number, config.getoption("--soak-key"))
+    quick = [item.nodeid for item in items if not takes_long(item)]
+    chosen = sample(quick, number, config.getoption("--soak-key"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
 

@@ -13,7 +13,6 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -48,7 +47,6 @@ class ProcessHandle:
         self.connection = connection
         self.numbers = itertools.count()
         self.waiting: dict[int, asyncio.Future[Any]] = {}
-        self.outbox: list[bytes] = []
         self.gone: str | None = None
         """Why it does not answer any more."""
         self.reading: asyncio.Task[None] | None = None
@@ -110,14 +108,6 @@ class ProcessHandle:
             data = cloudpickle.dumps((number, content))
         except Exception as error:
             raise ConfigError(f"{self.name}: {content[1]} cannot be sent to a process of its own: {error}") from error
-        if not self.outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self.outbox.append(data)
-
-    def _flush(self) -> None:
-        """What was called in one turn travels together."""
-        data = pickle.dumps(self.outbox)
-        self.outbox.clear()
         self.writer.write(_SIZE.pack(len(data)) + data)
 
     async def _read(self) -> None:
@@ -237,8 +227,7 @@ class _Served:
         reader, self.writer = await asyncio.open_connection(sock=self.connection, limit=1 << 30)
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                for message in pickle.loads(await _frame(reader)):
-                    self._take(*cloudpickle.loads(message))
+                self._take(*cloudpickle.loads(await _frame(reader)))
 
     def _take(self, number: int, content: Any) -> None:
         """Begin a call, or give it up."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.soak import sample
+import pytest
+
+from tests.soak import sample, takes_long
 
 IDS = [f"tests/{file}.py::test[{case}]" for file, cases in (("a", 40), ("b", 3), ("c", 1)) for case in range(cases)]
 
@@ -24,3 +26,10 @@ def test_no_file_crowds_out_another() -> None:
 
 def test_every_test_has_its_turn() -> None:
     assert set.union(*(sample(IDS, 3, f"commit {number}") for number in range(400))) == set(IDS)
+
+
+@pytest.mark.timeout(1)
+def test_what_takes_minutes_is_in_no_sample(request: pytest.FixtureRequest) -> None:
+    assert not takes_long(request.node)
+    request.node.add_marker(pytest.mark.timeout(1500), append=False)
+    assert takes_long(request.node)

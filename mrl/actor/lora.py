@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from mrl.config import ModelConfig
 from mrl.errors import ConfigError
+from mrl.system.transfers import on_host
 from mrl.weights.hub_names import to_hub
 
 
@@ -46,28 +48,53 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
     """The model's tensors under the module's own names, each adapted one with its adapter added.
 
     The module itself is left as it is, so training goes on with the adapter apart. Without an adapter the tensors are
-    the live ones; with one, adapted ones are new.
+    the live ones; with one, adapted ones are new, in float32 at least, and in host memory: a device holds one of them
+    at a time.
     """
     if not hasattr(model, "get_base_model"):
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}
     base = model.get_base_model()
-    merged: dict[str, Tensor] = {}
+    live: dict[str, Tensor] = {}
+    adapted = _Merged(base)
     for name, tensor in base.state_dict().items():
         if ".lora_" in name:
             continue
         place, wrapped, parameter = name.partition(".base_layer.")
-        if not wrapped:
-            merged[name] = tensor.detach()
-            continue
-        parameter = parameter.replace("base_layer.", "")  # one wrapper around another, where each adapts a parameter
-        full, layer = tensor.detach(), base.get_submodule(place)
+        if wrapped:
+            parameter = parameter.replace("base_layer.", "")  # one wrapper around another, where each adapts one
+            name = f"{place}.{parameter}"
+            adapted.parts[name] = (place, parameter, tensor.detach())
+        live[name] = tensor.detach()
+    on_device = any(not tensor.is_cpu for _, _, tensor in adapted.parts.values())
+    merged = on_host(adapted) if on_device else dict(adapted)
+    return {name: merged.get(name, tensor) for name, tensor in live.items()}
+
+
+class _Merged(Mapping[str, Tensor]):
+    """Tensors with their adapters added, each made when it is looked up."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        self.parts: dict[str, tuple[str, str, Tensor]] = {}
+        """By name: the layer, its parameter, and that without the adapters."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        place, parameter, full = self.parts[name]
+        layer = self.base.get_submodule(place)
         while hasattr(layer, "base_layer"):
             if parameter == getattr(layer, "parameter_name", "weight"):
                 for adapter in layer.active_adapters:
-                    full = full + layer.get_delta_weight(adapter).to(full.dtype)
+                    # A base in bfloat16 would round what the adapter adds away.
+                    wide = torch.promote_types(full.dtype, torch.float32)
+                    full = full.to(wide) + layer.get_delta_weight(adapter).to(wide)
             layer = layer.base_layer
-        merged[f"{place}.{parameter}"] = full
-    return merged
+        return full
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
 
 
 @torch.no_grad()

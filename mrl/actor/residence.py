@@ -44,12 +44,12 @@ class Residence:
         ]
         self._wait()  # the copies have to be whole before what they are of is let go
         for parameter, host in moved:
-            parameter.data = host
+            _put(parameter, host)
         for state, name, host in stored:
             state[name] = host
         self.moved_states = [(state, name) for state, name, _ in stored]
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # torch would keep it for itself
         self.away = True
 
     def come_back(self) -> None:
@@ -58,7 +58,7 @@ class Residence:
             return
         try:
             for parameter in self._parameters():
-                parameter.data = self._to_device(parameter.data)
+                _put(parameter, self._to_device(parameter.data))
             for state, name in self.moved_states:
                 state[name] = self._to_device(state[name])
         except torch.OutOfMemoryError as error:
@@ -90,5 +90,13 @@ class Residence:
         return host.to(self.device, non_blocking=True, copy=True)
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+
+def _put(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Let a parameter have this tensor, in the way in which `Module.to` does."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        torch.utils.swap_tensors(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = tensor

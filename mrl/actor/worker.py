@@ -36,6 +36,7 @@ from mrl.modeling.compiled import CompiledLayers, try_compiled
 from mrl.modeling.fixed_order import fixed_order
 from mrl.modeling.forward import Forward, evaluating
 from mrl.modeling.liger import apply_liger, check_liger
+from mrl.modeling.precision import narrow_matrices
 from mrl.modeling.rows import Rows, make_rows
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
@@ -56,7 +57,8 @@ MAX_SKIPPED_IN_A_ROW = 3
 class ActorWorker:
     """Trains the policy. Lives on any backend; everything it is given is plain data.
 
-    `total_steps` shapes the learning-rate schedule.
+    `total_steps` shapes the learning-rate schedule. base_name: what adapters in checkpoints say they adapt; None = the
+    place that the model was loaded from.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class ActorWorker:
         training: dict[str, Any],
         total_steps: int,
         algorithm: dict[str, Any] | None = None,
+        base_name: str | None = None,
     ) -> None:
         self.model_config = ModelConfig(**model)
         self.config = TrainingConfig(**training)
         self.algorithm = AlgorithmConfig(**(algorithm or {}))
         self.objective = Objective(self.algorithm, self.config.num_iterations)
-        self.total_steps = total_steps
+        self.total_steps, self.base_name = total_steps, base_name
         self.step = 0
         self.skipped_in_a_row = 0
         self.keep_gradient_norms = False
@@ -88,10 +91,15 @@ class ActorWorker:
         check_liger(config, self.model_config, pick_device(self.model_config.device))
         torch.manual_seed(derive_seed(config.seed, "actor"))
         self.tokenizer = load_tokenizer(self.model_config)
-        self.model: PreTrainedModel = load_model(self.model_config)
+        self.device = pick_device(self.model_config.device)
+        self.autocast_dtype = autocast_dtype(self.model_config, self.device)
+        # Below an adapter the weights never change: they need not be more than what is multiplied by.
+        frozen = self.autocast_dtype if self.model_config.use_lora else None
+        narrow = functools.partial(narrow_matrices, dtype=frozen)
+        self.model: PreTrainedModel = load_model(self.model_config, before_moving=narrow)
+        self.model.name_or_path = self.base_name or self.model.name_or_path
         check_round_trip(self.model)
         self.device = next(self.model.parameters()).device
-        self.autocast_dtype = autocast_dtype(self.model_config, self.device)
         if config.use_liger_kernel:
             apply_liger(self.model)
         self.reference = None
@@ -117,7 +125,7 @@ class ActorWorker:
         notices = self.forward.notices
         if config.torch_compile:
             with fixed_order(self.device):  # as it will run: under another switch it would be compiled again
-                self.compiled, problem = try_compiled(self.model, self.device)
+                self.compiled, problem = try_compiled(self.model, self.forward)
             notices = [*notices, problem] if problem else notices
         self.dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
         return {

@@ -37,9 +37,7 @@ class WorkerHandle(Protocol):
     async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Call a method of the worker. What the method raises is raised here.
 
-        Asynchronous methods run side by side, blocking ones one after the other in the order of their calls. Calls
-        made in one turn of the event loop here begin in one turn of the worker's, in their order: what an engine
-        decodes side by side must not depend on how long messages travel, or no run would be the same twice. timeout:
+        Asynchronous methods run side by side, blocking ones one after the other in the order of their calls. timeout:
         seconds; None = the backend's `call_timeout`. Raises WorkerDied, with the worker's name, when the worker is
         gone, is ended meanwhile, or has not answered in time. A call never takes longer than that and the time an
         asynchronous method is given to end (`ENDING_SECONDS`).

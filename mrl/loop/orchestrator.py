@@ -74,8 +74,10 @@ class Orchestrator(RecordedRun):
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
         self._make_scheduler()
         try:
-            rollout, others = lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers]
-            async with self.progress.watching(self._look, rollout, others):
+            looking = self.progress.watching(
+                self._look, lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers]
+            )
+            async with looking:
                 await self._loop()
         finally:
             await self.scheduler.close()

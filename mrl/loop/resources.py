@@ -51,6 +51,12 @@ async def model_for(backend: Backend, config: OrchestratorConfig) -> dict[str, A
     return options | {"model": there}
 
 
+def base_name(config: OrchestratorConfig) -> str:
+    """What an adapter that this run trains adapts, wherever a worker has loaded it from."""
+    source = resolve_model(config.model.model)
+    return base_of_adapter(source) or source
+
+
 async def rewards_for(backend: Backend, specs: Any) -> Any:
     """`reward_funcs` as workers need them: `file.py:function` names a file that they can read."""
     if isinstance(specs, (list, tuple)):

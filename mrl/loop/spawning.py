@@ -10,7 +10,7 @@ from mrl.backends import BACKENDS, Backend, WorkerHandle, make_backend
 from mrl.config import OrchestratorConfig
 from mrl.loop.colocate import gpu_share
 from mrl.loop.preflight import colocated_places, engine_gpus, reward_worker_args
-from mrl.loop.resources import actor_resources, model_for, reward_resources, rewards_for, rollout_resources
+from mrl.loop.resources import actor_resources, base_name, model_for, reward_resources, rewards_for, rollout_resources
 from mrl.sync import SYNC_METHODS, WeightSync
 from mrl.types import SamplingParams, derive_seed
 from mrl.workers.reward_pool import RewardPool
@@ -39,6 +39,7 @@ async def spawn_actor(
             "training": config.training.model_dump(),
             "total_steps": total_steps,
             "algorithm": config.algorithm.model_dump(),
+            "base_name": base_name(config),
         },
     )
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from mrl.modeling.forward import causal_lm_of
+from mrl.modeling.forward import Forward, causal_lm_of
+from mrl.modeling.rows import make_rows
+from mrl.types import Sample, TrainBatch
 
 
 class CompiledLayers:
@@ -39,17 +41,24 @@ class CompiledLayers:
                 layer._compiled_call_impl = None
 
 
-def try_compiled(model: Any, device: torch.device) -> tuple[CompiledLayers | None, str | None]:
-    """The compiled layers, or why there are none: forward and backward are run once on a few tokens."""
-    ids_BL = torch.arange(6, device=device)[None] % causal_lm_of(model).config.get_text_config().vocab_size
+def try_compiled(model: Any, forward: Forward) -> tuple[CompiledLayers | None, str | None]:
+    """The compiled layers, or why there are none: forward and backward are run once as training will run them, on a
+    few tokens of two rows that share their prompt."""
+    words = causal_lm_of(model).config.get_text_config().vocab_size
+    samples = [
+        Sample([1 % words] * 3, [n % words for n in range(2, 5 + row)], [0.0] * (3 + row), [1] * (3 + row), 0)
+        for row in range(2)
+    ]
+    rows = make_rows(TrainBatch(samples, [0.0] * 2, 2, 1), forward.device)
     try:
         layers = CompiledLayers(model)
+        model.train()
         with layers.active(), torch.enable_grad():
-            hidden = causal_lm_of(model).get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
-            hidden.float().square().mean().backward()
+            forward.logprobs(model, rows)[0].square().mean().backward()
     except Exception as error:  # compilers fail in many ways, and the layers work without
         first = (str(error).strip().splitlines() or [""])[0][:200]
         return None, f"torch_compile: the layers run uncompiled ({type(error).__name__}: {first})"
     finally:
+        model.eval()
         model.zero_grad(set_to_none=True)
     return layers, None

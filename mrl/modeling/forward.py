@@ -16,8 +16,8 @@ from mrl.modeling.attention import install
 from mrl.modeling.gather import Gather, make_gather
 from mrl.modeling.head import find_head
 from mrl.modeling.packed_attention import Line, NotPackableError, make_line, watch_windows
+from mrl.modeling.precision import keep_logits_wide
 from mrl.modeling.rows import Rows
-from mrl.modeling.wide_logits import keep_logits_wide
 from mrl.system.transfers import onto
 
 

@@ -45,7 +45,7 @@ class OutputHead:
 
     def logits(self, linear: Any, hidden_NH: Tensor) -> Tensor:
         """All logits of some tokens, N×V, float32."""
-        return self.transform(linear(hidden_NH.to(linear.weight.dtype) * self.hidden_scale)).float()
+        return self.transform(linear(hidden_NH.float() * self.hidden_scale)).float()
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def find_head(causal_lm: Any, device: torch.device) -> OutputHead | None:
         return None
     head = OutputHead(hidden_scale, transform)
     targets_N = (probe_BL[0] * 7 + 3) % config.vocab_size
-    got_N, _ = head.logprobs(linear, hidden_BLH[0], targets_N, 1.0)
+    got_N, _ = head.logprobs(linear, hidden_BLH[0], targets_N, 1.0, compute_dtype=hidden_BLH.dtype)
     expected_N, _ = logprobs_from_logits(causal_lm(input_ids=probe_BL, use_cache=False).logits[0], targets_N)
     return head if torch.allclose(got_N, expected_N, rtol=1e-4, atol=1e-4) else None
 

@@ -27,7 +27,7 @@ from mrl.loop.preflight import (
     total_steps,
 )
 from mrl.loop.recorded_run import RecordedRun
-from mrl.loop.resources import actor_resources, check_place, model_for, rewards_for
+from mrl.loop.resources import actor_resources, base_name, check_place, model_for, rewards_for
 from mrl.loop.resume import fingerprint
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
@@ -146,6 +146,7 @@ class SimpleRun(RecordedRun):
                 "max_model_len": self.prepared.max_model_len,
                 "folder": str(self.run_dir),
                 "resume_from": None if self.point is None else await self.backend.put(self.point.checkpoint.path),
+                "base_name": base_name(config),
             },
         )
         self.progress.facts.workers = [WorkerHealth(worker.name)]

@@ -44,6 +44,7 @@ class SimpleWorker:
 
     options: flat, without datasets and reward functions. tasks, eval_tasks: prompts to answer, or, for trainers that
     learn from examples, the examples as `columns`. rewards: what a `RewardWorker` is made with. folder: the run's.
+    base_name: what adapters in checkpoints say they adapt; None = the place that the model was loaded from.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class SimpleWorker:
         max_model_len: int,
         folder: str,
         resume_from: str | None = None,
+        base_name: str | None = None,
     ) -> None:
         self.config = OrchestratorConfig.from_flat(**options)
         self.spec = TRAINERS.get(self.config.trl.algorithm)
         self.tasks, self.eval_tasks, self.rewards = tasks, eval_tasks, rewards
         self.max_model_len = max_model_len
         self.folder = Path(folder)
+        self.base_name = base_name
         self.working_folder = self.folder / "trl"
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.updates = ChosenOptions(self.config.flat(), self.spec).updates
@@ -93,6 +96,7 @@ class SimpleWorker:
         tokenizer = load_tokenizer(config.model)
         encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
         model = (load_classifier if spec.classifier else load_model)(config.model).train()
+        model.name_or_path = self.base_name or model.name_or_path
         eos_ids = _eos_ids(model, tokenizer)
         self.recorder = Recorder(
             config,

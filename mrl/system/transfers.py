@@ -38,51 +38,90 @@ def leaving(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> 
     """(name, tensor in host memory) one after the other, each valid until the next is asked for.
 
     From a device they come through two pinned buffers on a stream of their own: while one is used the next is on its
-    way. Tensors of the host are those given. Do not write to the tensors meanwhile. dtype: what floating-point ones are
-    cast to before they leave; None = what they are.
+    way. Tensors of the host are those given. Each is looked up once, when its turn comes; do not write to them
+    meanwhile. dtype: what floating-point ones are cast to before they leave; None = what they are.
     """
-    names = list(tensors)
-    devices = {tensor.device for tensor in tensors.values() if _asynchronous(tensor.device)}
-    if len(devices) != 1:
-        yield from ((name, _cast(tensors[name], dtype).cpu()) for name in names)
-        return
-    (device,) = devices
-    module = torch.get_device_module(device)
-    stream, arrived = module.Stream(device), [module.Event(), module.Event()]
-    size = max(
-        tensor.numel() * max(tensor.element_size(), dtype.itemsize if dtype else 0) for tensor in tensors.values()
-    )
-    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
-    sent: dict[int, tuple[Tensor, Tensor]] = {}
-    """On the device and in host memory, by buffer: the first has to live until its copy has arrived."""
-
-    def send(at: int) -> None:
-        given = _cast(tensors[names[at]], dtype)
-        host = buffers[at % 2][: given.nbytes].view(given.dtype).view(given.shape)
-        stream.wait_stream(module.current_stream(device))  # what is computed now is what leaves
-        with module.stream(stream):
-            host.copy_(given, non_blocking=True)
-        arrived[at % 2].record(stream)
-        sent[at % 2] = given, host
-
+    under_way: _Departure | None = None
+    departures: dict[torch.device, _Departures] = {}
     try:
-        send(0)
-        for at, name in enumerate(names):
-            arrived[at % 2].synchronize()
-            if at + 1 < len(names):
-                send(at + 1)
-            yield name, sent[at % 2][1]
+        for name in [*tensors, None]:
+            before, under_way = under_way, None
+            if name is not None:
+                given = _cast(tensors[name], dtype)
+                if _asynchronous(given.device):
+                    device = departures.setdefault(given.device, _Departures(given.device))
+                    under_way = device.send(name, given)
+                else:
+                    under_way = _Departure(name, given, given.cpu(), None)
+            if before is not None:
+                yield before.name, before.arrive()
     finally:
-        module.current_stream(device).wait_stream(stream)  # before they are written to, or their memory used again
+        for device in departures.values():
+            device.end()
+
+
+def on_host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All of them in host memory at once; what is there already, in its dtype, is what was given.
+
+    Tensors that share memory on a device share it here.
+    """
+    first_of: dict[tuple[int, torch.Size], str] = {}
+    same_as = {}
+    if isinstance(tensors, dict):  # they all live, so that an address tells which is which
+        for name, tensor in tensors.items():
+            same_as[name] = first_of.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
+    distinct = {name: tensors[name] for name in tensors if same_as[name] == name} if same_as else tensors
+    found = {}
+    for name, here in leaving(distinct, dtype):
+        borrowed = not (same_as and tensors[name].is_cpu)
+        found[name] = here.clone() if borrowed else here
+    return {name: found[same_as.get(name, name)] for name in tensors}
+
+
+class _Departure:
+    """One tensor on its way to the host."""
+
+    def __init__(self, name: str, given: Tensor, host: Tensor, event: Any) -> None:
+        self.name, self.host, self.event = name, host, event
+        self.given = given
+        """It has to live until its copy has arrived."""
+
+    def arrive(self) -> Tensor:
+        """Its copy; the host waits for it."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host
+
+
+class _Departures:
+    """The way from one device to the host: a stream, and two buffers that are used in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+        self.stream = self.module.Stream(device)
+        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.count = 0
+
+    def send(self, name: str, given: Tensor) -> _Departure:
+        self.count += 1
+        if self.buffers[self.count % 2].numel() < given.nbytes:
+            pinned = self.device.type == "cuda"
+            self.buffers[self.count % 2] = torch.empty(given.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        host = self.buffers[self.count % 2][: given.nbytes].view(given.dtype).view(given.shape)
+        self.stream.wait_stream(self.module.current_stream(self.device))  # what is computed by now is what leaves
+        with self.module.stream(self.stream):
+            host.copy_(given, non_blocking=True)
+        event = self.module.Event()
+        event.record(self.stream)
+        return _Departure(name, given, host, event)
+
+    def end(self) -> None:
+        """What comes next on the device comes after the copies: it may write to the tensors, or use their memory."""
+        self.module.current_stream(self.device).wait_stream(self.stream)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.detach()
-
-
-def on_host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All of them in host memory at once, see `leaving`. What is there already, in its dtype, is what was given."""
-    return {name: here if tensors[name].is_cpu else here.clone() for name, here in leaving(tensors, dtype)}
 
 
 def _asynchronous(device: torch.device) -> bool:

@@ -24,7 +24,7 @@ LR = 1e-3
 
 
 def make_actor(model: str, *, lora: bool = False, dropout: float = 0.0, **options: object) -> ActorWorker:
-    settings = {"model": model, "device": "cpu"}
+    settings = {"model": model, "device": "cpu", "dtype": options.pop("dtype", "auto")}
     if lora:
         settings |= {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": dropout}
     algorithm = {name: options.pop(name) for name in list(options) if name in AlgorithmConfig.model_fields}
@@ -441,3 +441,31 @@ def test_a_checkpoint_of_a_machine_with_more_gpus_is_resumed(
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: found.update({device: state}))
     first.load_checkpoint(str(tmp_path / "step-0"))
     assert [int(found[device][0]) for device in sorted(found)] == [0, 1]
+
+
+@pytest.mark.parametrize("fixture", ["tiny_model", "untied_model"])
+def test_the_frozen_base_of_an_adapter_is_held_in_bfloat16(
+    fixture: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """With the numbers that autocast makes of a float32 base, and what is published is base + adapter in float32."""
+    model = request.getfixturevalue(fixture)
+    batch = make_batch(model)
+    narrow = make_actor(model, lora=True, dtype="bfloat16")
+    wide = make_actor(model, lora=True, dtype="bfloat16")
+    for (_, mine), (_, other) in zip(narrow.model.named_parameters(), wide.model.named_parameters(), strict=True):
+        other.data = mine.detach().float().clone()
+    for actor in (narrow, wide):
+        actor.optimizer.param_groups[0]["lr"] = 0.05
+    first = narrow.train_step(batch)
+    assert first == wide.train_step(batch)
+    assert narrow.train_step(batch) == wide.train_step(batch)
+    base = [m for m in narrow.model.modules() if type(m) is torch.nn.Linear and not m.weight.requires_grad]
+    assert {m.weight.dtype for m in base} >= {torch.bfloat16}
+    assert all(p.dtype == torch.float32 for p in narrow.parameters)
+    mine, theirs = public_state_dict(narrow.model), public_state_dict(wide.model)
+    for name, tensor in theirs.items():
+        assert torch.equal(mine[name].float(), tensor), name
+    narrow.save_checkpoint(str(tmp_path / "c"), {})
+    resumed = make_actor(model, lora=True, dtype="bfloat16")
+    resumed.load_checkpoint(str(tmp_path / "c"))
+    assert resumed.train_step(batch) == narrow.train_step(batch)

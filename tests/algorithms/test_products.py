@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.algorithms.logprobs import LowRank, token_logprobs
 from mrl.algorithms.products import add_product, product
-from mrl.modeling.wide_logits import keep_logits_wide, same_weights
+from mrl.modeling.precision import keep_logits_wide, same_weights
 
 
 def large_logits(tokens: int = 64, hidden: int = 96, words: int = 500) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,11 +55,6 @@ async def test_asynchronous_calls_run_side_by_side_and_blocking_ones_in_turn(bac
     assert await asyncio.gather(*(worker.call("add", 1) for _ in range(4))) == [6, 7, 8, 9]
 
 
-async def test_calls_of_one_turn_begin_in_one_turn(backend: Backend) -> None:
-    worker = await spawn(backend)
-    assert await asyncio.gather(*(worker.call("together") for _ in range(50))) == [50] * 50
-
-
 async def test_what_a_method_raises_is_raised_here(backend: Backend) -> None:
     worker = await spawn(backend)
     with pytest.raises(ValueError, match="mine"):

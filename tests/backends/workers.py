@@ -75,12 +75,6 @@ class Worker:
             await asyncio.sleep(0.001)
         return self.value
 
-    async def together(self) -> int:
-        """How many calls of it have begun when the first one goes on."""
-        self.value += 1
-        await asyncio.sleep(0)
-        return self.value
-
     def fail(self, error: BaseException) -> None:
         raise error
 

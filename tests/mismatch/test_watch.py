@@ -199,6 +199,7 @@ def test_a_step_within_the_limit_ends_the_row(sharp_model: str, tmp_path: Path, 
     assert [c.step for c in list_checkpoints(tmp_path / "r")] == [2, 4]
 
 
+@pytest.mark.inline("it counts the engines that are made in this process")
 @pytest.mark.parametrize("engine", [LosesUpdates], indirect=True)
 def test_the_one_of_two_workers_that_missed_a_sync_is_named(sharp_model: str, tmp_path: Path, engine: str) -> None:
     """The other one gets every version; half the samples are enough for the mean to show it."""

@@ -430,7 +430,7 @@ def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
     (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(4)))
     (tmp_path / "rewards.py").write_text(
         "import os\ncalls = 0\ndef r(completions, **_):\n    global calls\n    calls += 1\n"
-        f"    if calls == 3: os.kill(os.getpid(), {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
+        f"    if calls == 3: os.kill({os.getpid()}, {int(number)})\n    return [len(set(c)) / 8 for c in completions]\n"
     )
 
     def mrl(command: str) -> int:
@@ -451,13 +451,13 @@ def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
 
 
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint(simple: Train, tmp_path: Path) -> None:
-    calls = 0
+    calls, process = 0, os.getpid()
 
     def interrupting(completions: list[str], **_: Any) -> list[float]:
         nonlocal calls
         calls += 1
         if calls == 3:  # before the run it is tried once
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(process, signal.SIGINT)
         return [float(i) for i, _ in enumerate(completions)]
 
     result = simple(reward_funcs=interrupting, max_steps=1000)

@@ -126,7 +126,7 @@ class _Batch:
         """Whether rows ended since requests were last let in."""
         self.steps_per_check = STEPS_PER_CHECK.get(self.device.type, 4)
 
-        self.step: DecodeStep = (StaticStep if lm.static else EagerStep)(lm, limits.max_model_len)
+        self.step = _step_of(lm, limits.max_model_len)
         self.logits_BV: Tensor
         self.token_B: Tensor
         self.unseen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -368,6 +368,15 @@ class _Batch:
         lengths = {row.offset + self.clock for row in self.rows if row is not None}
         if lengths:
             self.step.measure(lengths)
+
+
+def _step_of(lm: CausalLM, max_model_len: int) -> DecodeStep:
+    """A new one, or that of the batch before with what it has recorded."""
+    if not lm.static:
+        return EagerStep(lm, max_model_len)
+    step: StaticStep = lm.kept_step or StaticStep(lm, max_model_len)
+    lm.kept_step = step if lm.own else None
+    return step
 
 
 def _stop_table(stop_ids: list[frozenset[int]], device: torch.device) -> Tensor:

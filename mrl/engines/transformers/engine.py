@@ -7,6 +7,7 @@ trains, which makes weight sync free.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from typing import TYPE_CHECKING, Self
 
@@ -22,6 +23,7 @@ from mrl.engines.transformers.stop_strings import StopStrings
 from mrl.engines.transformers.trial import fitted
 from mrl.engines.transformers.weights import load_directory
 from mrl.errors import EngineError, SyncError
+from mrl.modeling.precision import narrow_matrices
 from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer, pick_device
 from mrl.system.memory import claim, rounded, unclaimed
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
@@ -90,11 +92,12 @@ class TransformersEngine:
         """
         model: nn.Module
         if module is None:
-            model = load_model(config, matrices=autocast_dtype(config, pick_device(config.device)))
+            dtype = autocast_dtype(config, pick_device(config.device))
+            model = load_model(config, before_moving=functools.partial(narrow_matrices, dtype=dtype))
         else:
             model = module
         device = next(model.parameters()).device
-        return cls(
+        engine = cls(
             model,
             load_tokenizer(config),
             max_model_len=context_length(model.config, config.max_model_len),
@@ -103,6 +106,8 @@ class TransformersEngine:
             autocast_dtype=autocast_dtype(config, device),
             decode_step=config.decode_step,
         )
+        engine._model.own = module is None
+        return engine
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Sample one completion per request, in the order of the requests; see `mrl.engines.base.Engine.generate`.

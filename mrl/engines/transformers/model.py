@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Container, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +17,7 @@ from mrl.engines.transformers.cuda_graphs import CudaGraphs, Recorder
 from mrl.engines.transformers.kv_cache import GrowingCache, layer_windows
 from mrl.engines.transformers.lean_step import LeanStep, can_be_lean
 from mrl.errors import EngineError
-from mrl.modeling.wide_logits import keep_logits_wide, same_weights
+from mrl.modeling.precision import Casts, keep_logits_wide, same_weights
 
 Path = Literal["own steps", "own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:
@@ -66,6 +66,11 @@ class CausalLM:
         self.decode_step, self._records = decode_step, self.device.type == "cuda"
         self.static = False
         """Whether decoding takes static steps."""
+        self.own = False
+        """Whether nobody else has the module. Its tensors then stay where they are, and so may what is recorded."""
+        self.kept_step: Any = None
+        """The static step of the batch before, where the module is its own."""
+        self._casts: Casts = {}
 
     @property
     def device(self) -> torch.device:
@@ -81,11 +86,14 @@ class CausalLM:
         (dynamic rotary frequencies, for one), and the backward pass refuses inference tensors.
         """
         training = [m for m in self.module.modules() if m.training]
-        autocast = torch.autocast(self.device.type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.autocast_dtype:
+            # Its cache ends with it, and a recorded step would go on reading where it was.
+            autocast = torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=not self.own)
         for m in training:
             m.training = False
         try:
-            with torch.no_grad(), autocast, same_weights():
+            with torch.no_grad(), autocast, same_weights(self._casts if self.own else None):
                 yield
         except torch.OutOfMemoryError as e:
             raise EngineError(f"out of memory; lower max_decode_rows, max_model_len or max_tokens ({e})") from e

@@ -50,6 +50,11 @@ class StaticLayer(CacheLayerMixin):
         for new, before in zip(self._buffers, old, strict=False):  # there are none yet in a new layer
             new[: before.shape[0], :, : before.shape[2]] = before
 
+    def blank(self) -> None:
+        """See `StaticCache.blank`."""
+        for buffer in self._buffers:
+            buffer.zero_()
+
     def get_seq_length(self) -> int:
         """A constant: what a model made of it would be the same in every replayed step."""
         return 0
@@ -89,6 +94,11 @@ class StaticCache(Cache):
         self.positions_R = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         for layer, source in zip(self.static_layers, like.growing_layers, strict=True):
             layer.resize(self.rows, self.capacity, source)
+
+    def blank(self) -> None:
+        """Zeros everywhere."""
+        for layer in self.static_layers:
+            layer.blank()
 
     def put(self, slots_N: Tensor, source: GrowingCache, index_N: Tensor, lengths_N: Tensor, longest: int) -> None:
         """Rows `slots_N` become rows `index_N` of `source`, of these lengths, which end at its last column."""

@@ -29,8 +29,12 @@ MIN_COLUMNS = 64
 
 
 class StaticStep:
-    """A `DecodeStep` on a `StaticCache`. Lives as long as one batch is decoded, as recordings hold addresses of weights
-    (under autocast, of their copies) that another update may move."""
+    """A `DecodeStep` on a `StaticCache`.
+
+    Recordings hold addresses of weights, and under autocast of their copies. Of a module that others have too these may
+    be elsewhere at the next batch, so it lives as long as one. An engine that has loaded its own keeps it, and loads
+    other weights into the same memory.
+    """
 
     def __init__(self, lm: CausalLM, max_model_len: int) -> None:
         assert lm.windows is not None
@@ -40,6 +44,8 @@ class StaticStep:
         self.ids_R = torch.zeros(0, dtype=torch.int64, device=lm.device)
         self.logits_RV = torch.zeros(0, lm.vocab_size, device=lm.device)
         """One memory for the results of all recordings: each would keep its own."""
+        self.begins = True
+        """Whether no row is in it that counts."""
         self.columns = 0
         """Tokens of the longest row that runs."""
         self.warm: dict[tuple[int, int], int] = {}
@@ -47,15 +53,21 @@ class StaticStep:
         self.recorded: dict[tuple[int, int], Callable[[], Tensor]] = {}
 
     def clear(self) -> None:
-        """Nothing to do: buffers stay, with the recordings that point to them."""
+        """Buffers stay, with the recordings that point to them. What they hold was hidden, but a batch under weights
+        that were not finite would show through every mask."""
+        self.begins = True
+        self.cache.blank()
 
     def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
         assert isinstance(part.cache, GrowingCache)
         if not self.cache.fits(rows, reach):
+            if self.begins:  # as large as this batch needs, not as the longest and the widest before together
+                self.cache = StaticCache(len(self.cache.static_layers), self.lm.device)
             self.recorded, self.warm = {}, {}  # they write into the old buffers
             self.cache.resize(rows, -(-reach // 8) * 8, like=part.cache)
             self.logits_RV = part.logits_PV.new_zeros(self.cache.rows, part.logits_PV.shape[1])
             self.ids_R = torch.zeros(self.cache.rows, dtype=torch.int64, device=self.lm.device)
+        self.begins = False
         lengths_P = onto(self.lm.device, [len(prompt) for prompt in part.prompts])
         self.cache.put(slots_N, part.cache, index_N, lengths_P[index_N], max(map(len, part.prompts)))
 

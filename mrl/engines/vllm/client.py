@@ -55,7 +55,7 @@ class VLLMProcess:
         self.count = 0
         self.ended: str | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self.buried = False
+        self.group_ended = False
         self.shared: set[Path] = set()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="mrl-vllm", daemon=True)
@@ -96,10 +96,10 @@ class VLLMProcess:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join()
             self.loop.close()
-        if self.process is not None and not self.buried:
+        if self.process is not None and not self.group_ended:
             with contextlib.suppress(subprocess.TimeoutExpired):  # if it hangs it is killed below
                 self.process.wait(_ENDING_SECONDS)
-            self._bury()
+            self._end_group()
         scratch.remove(self.folder)
 
     # --- on the loop ------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class VLLMProcess:
             return
         code = self._exit_code()
         self.ended = self._explained(what, code)
-        self._bury()
+        self._end_group()
         for future in self.pending.values():
             if not future.done():
                 future.set_exception(EngineDied(self.ended))
@@ -225,11 +225,11 @@ class VLLMProcess:
             future.cancel()
             raise
 
-    def _bury(self) -> None:
+    def _end_group(self) -> None:
         assert self.process is not None
         end_group(self.process.pid, self.shared)
         self.process.wait()
-        self.buried = True  # from here on another process may get its number
+        self.group_ended = True  # from here on another process may get its number
 
     def _exit_code(self) -> int | None:
         """Of a process that ends of itself now; None when it goes on."""

@@ -292,13 +292,13 @@ class VLLMEngine:
         return await asyncio.wrap_future(self._process.submit(method, *args))
 
 
-def _plain_model(config: ModelConfig, scratch: Path) -> str:
-    """A folder or Hub id that vLLM can load: the model's, or for an adapter's folder the two merged into `scratch`."""
+def _plain_model(config: ModelConfig, folder: Path) -> str:
+    """A folder or Hub id that vLLM can load: the model's, or for an adapter's folder the two merged into `folder`."""
     from mrl.models import load_model, load_tokenizer, resolve_model
 
     source = resolve_model(config.model)
     if not (Path(source) / "adapter_config.json").is_file():
         return source
-    load_model(config.model_copy(update={"device": "cpu"})).save_pretrained(scratch)
-    load_tokenizer(config).save_pretrained(scratch)
-    return str(scratch)
+    load_model(config.model_copy(update={"device": "cpu"})).save_pretrained(folder)
+    load_tokenizer(config).save_pretrained(folder)
+    return str(folder)

@@ -13,10 +13,12 @@ from mrl.actor.worker import ActorWorker
 from mrl.config import ModelConfig
 from mrl.engines.transformers.engine import TransformersEngine
 from mrl.engines.transformers.kv_cache import GrowingCache, GrowingLayer
+from mrl.engines.transformers.model import CausalLM
 from mrl.models import load_model
 from mrl.types import Completion, GenerateRequest, SamplingParams
 from mrl.workers.rollout import RolloutWorker
 from tests.engines.small_models import build, generate, prompts_of, requests_for
+from tests.engines.transformers.test_static_step import Traces
 
 
 def requests(count: int = 6) -> list[GenerateRequest]:
@@ -118,3 +120,58 @@ def test_a_growing_cache_holds_one_layer_twice_at_most() -> None:
     assert len(peaks) == len(layers)
     assert after[0] > before[0]
     assert max(peaks) <= sum(after) + before[-1]
+
+
+def assert_alike(found: list[Completion], expected: list[Completion]) -> None:
+    """Up to what bfloat16 rounds otherwise in other kernels."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=5e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recordings_of_a_model_of_its_own_outlive_calls_and_new_weights(
+    dtype: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second call records nothing, and the same recordings compute with weights that came since, and after weights
+    that were not finite. The head is tied, so that under autocast a copy of it is refreshed for them."""
+    traces = Traces()
+    monkeypatch.setattr(CausalLM, "new_recorder", lambda self: traces)
+    settings = {"model": tiny_model, "device": "cpu", "dtype": dtype, "max_model_len": 64}
+    config = ModelConfig(**settings, decode_step="static")
+    engine, eager = (
+        TransformersEngine.create(config.model_copy(update={"decode_step": step})) for step in ("static", "eager")
+    )
+    first = generate(engine, requests())
+    recorded, replays = len(traces.graphs), traces.replays
+    assert recorded > 0
+    assert_alike(generate(engine, requests()), first)
+    assert len(traces.graphs) == recorded
+    assert traces.replays > replays
+
+    actor = ActorWorker(settings | {"dtype": "float32"}, {"learning_rate": 0.01}, 10)
+    actor.initialize()
+    for version, factor in ((1, float("nan")), (2, 1.5)):
+        model = load_model(config)
+        with torch.no_grad():
+            for (name, mine), given in zip(actor.model.named_parameters(), model.parameters(), strict=True):
+                mine.copy_(given * (factor if "proj" in name or "embed" in name else 1.0))
+        ref = actor.write_weights(str(tmp_path), version)
+        for one in (engine, eager):
+            one.load_weights(ref)
+        found = generate(engine, requests())
+        assert all((completion.finish_reason == "error") == (version == 1) for completion in found)
+    assert_alike(found, generate(eager, requests()))
+    assert [c.token_ids for c in found] != [c.token_ids for c in first]
+    assert len(traces.graphs) == recorded
+
+
+def test_recordings_of_a_shared_module_end_with_the_call(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = Traces()
+    monkeypatch.setattr(CausalLM, "new_recorder", lambda self: traces)
+    config = ModelConfig(model=tiny_model, device="cpu", max_model_len=64, decode_step="static")
+    engine = TransformersEngine.create(config, load_model(config))
+    generate(engine, requests())
+    recorded = len(traces.graphs)
+    generate(engine, requests())
+    assert len(traces.graphs) == 2 * recorded
