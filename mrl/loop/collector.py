@@ -32,7 +32,7 @@ class Collected:
 
 @dataclass
 class Collector:
-    """Collector tasks with a run's source and scores the rollouts.
+    """Attempts tasks with a run's source and scores the rollouts.
 
     Rewards that look at each rollout by itself score a group as soon as it has ended, while others are still being
     sampled; the others get all rollouts in one call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from mrl.backends import Resources
 from mrl.backends.inline import InlineBackend
 from mrl.errors import EngineError, SyncError
 from mrl.sync import SYNC_METHODS
+from mrl.system.gather import all_of
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
 from mrl.weights.checksum import _in_cache, checksum
 from mrl.weights.tensors import open_folder
-from mrl.workers.pool import PolicyClient
+from mrl.workers.pool import RolloutPool
 from mrl.workers.rollout import RolloutWorker
 from tests.soak import rows_but
 
@@ -41,6 +43,12 @@ async def spawn_all(model: str, workers: int, **lora: object) -> tuple[InlineBac
     ]
     await actor.call("initialize")
     return backend, actor, handles
+
+
+async def pool_of(workers: list[Any]) -> RolloutPool:
+    policy = RolloutPool(workers, 1000)
+    await policy.introduce()
+    return policy
 
 
 def requests(count: int = 6) -> list[GenerateRequest]:
@@ -92,10 +100,10 @@ async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
         with open_folder(tmp_path / "saved") as saved, open_folder(next((tmp_path / "weights").glob("v0"))) as sent:
             assert set(saved) == set(sent)
             assert all(torch.equal(saved[name], tensor) for name, tensor in sent.items())
-    policy = PolicyClient(workers)
+    policy = await pool_of(workers)
     seen = []
     for version in (1, 2, 3):
-        completions = await policy.generate(requests())
+        completions = await all_of([policy.generate(request) for request in requests()])
         assert {c.policy_version for c in completions} == {version - 1}
         seen.append([c.token_ids for c in completions])
         samples = [
@@ -212,8 +220,10 @@ async def test_work_is_spread_and_comes_back_in_order(tiny_model: str, tmp_path:
     await SYNC_METHODS.get("direct")(tmp_path).sync(actor, workers, 0)
     params = SamplingParams(temperature=1.0, max_tokens=4)
     many = [GenerateRequest(f"r{i}", (65 + i % 5, 70), params, seed=i) for i in range(20)]
-    alone = await PolicyClient(workers[:1]).generate(many)
-    spread = await PolicyClient(workers).generate(many)
+    alone, spread = [
+        await all_of([policy.generate(request) for request in many])
+        for policy in (await pool_of(workers[:1]), await pool_of(workers))
+    ]
     assert [c.request_id for c in spread] == [r.id for r in many]
     assert [c.token_ids for c in spread] == [c.token_ids for c in alone]
     await backend.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,9 @@ from mrl.backends import Resources
 from mrl.backends.inline import InlineBackend, InlineHandle
 from mrl.engines.vllm.engine import VLLMEngine
 from mrl.sync import SYNC_METHODS
+from mrl.system.gather import all_of
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
-from mrl.workers.pool import PolicyClient
+from mrl.workers.pool import RolloutPool
 from mrl.workers.rollout import RolloutWorker
 
 pytestmark = pytest.mark.vllm
@@ -75,6 +77,12 @@ def fingerprint(folder: str) -> str:
     return digest.hexdigest()
 
 
+async def pool_of(workers: list[Any]) -> RolloutPool:
+    policy = RolloutPool(workers, 1000)
+    await policy.introduce()
+    return policy
+
+
 def requests(count: int = 8) -> list[GenerateRequest]:
     params = SamplingParams(temperature=0.8, max_tokens=12)
     return [GenerateRequest(str(i), (65 + i % 2, 66, 67), params, seed=i) for i in range(count)]
@@ -96,11 +104,11 @@ async def train_and_sync(name: str, settings: dict[str, object], worker: Rollout
     )
     first = SYNC_METHODS.get("reload")(folder / "first", lora=lora, deadline=100.0) if method == "checkpoint" else sync
     reports = [await first.sync(actor, [handle], 10)]
-    policy = PolicyClient([handle])
+    policy = await pool_of([handle])
     seen = []
     limit = 0.1 if settings.get("dtype") == "bfloat16" else 1e-4
     for version in (11, 12) if method == "checkpoint" else (11, 12, 13):  # it starts a new engine each time
-        completions = await policy.generate(requests())
+        completions = await all_of([policy.generate(request) for request in requests()])
         assert {c.policy_version for c in completions} == {version - 1}
         seen.append([c.token_ids for c in completions])
         samples = [

@@ -19,11 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import mrl.loop.collector
 import mrl.loop.orchestrator
 import mrl.system.interrupts as module
 from mrl.actor.worker import ActorWorker
 from mrl.cli.main import main
 from mrl.loop.recorded_run import RunResult
+from mrl.rollouts.runner import Runner
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.system.interrupts import interrupts
@@ -63,11 +65,11 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     # where, what is called there, at which of its calls the signal comes, steps kept
     "preparing": (mrl.loop.orchestrator, "prepare", 1, 0),
     "loading": (ActorWorker, "initialize", 1, 0),
-    "the first evaluation": (mrl.loop.orchestrator, "score_groups", 1, 0),
+    "the first evaluation": (mrl.loop.collector, "score_groups", 1, 0),
     "the first step": (mrl.loop.orchestrator, "make_batch", 1, 1),
     "training": (ActorWorker, "train_step", 3, 3),
-    "evaluating": (mrl.loop.orchestrator, "score_groups", 2, 2),
-    "the last evaluation": (mrl.loop.orchestrator, "score_groups", 3, 4),
+    "evaluating": (mrl.loop.collector, "score_groups", 4, 2),
+    "the last evaluation": (mrl.loop.collector, "score_groups", 7, 4),
     "checkpointing": (ActorWorker, "save_checkpoint", 2, 2),
 }
 
@@ -86,10 +88,8 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_exactly(
     changes: dict[str, Any] = {"save_steps": 1} if phase == "checkpointing" else {}
     with monkeypatch.context() as patched:
         if phase == "generating":
-            from mrl.rollouts.single_turn import SingleTurn
-
             steps = 2
-            patched.setattr(SingleTurn, "collect", signalling(SingleTurn.collect, number, 5))  # 2 evaluations, 2 steps
+            patched.setattr(Runner, "run", signalling(Runner.run, number, 5))  # after 2 evaluations and 2 steps
         else:
             where, name, call, steps = PHASES[phase]
             patched.setattr(where, name, signalling(getattr(where, name), number, call))
