@@ -13,10 +13,11 @@ from mrl.backends import Resources
 from mrl.backends.inline import InlineBackend
 from mrl.errors import EngineError, SyncError
 from mrl.sync import SYNC_METHODS
+from mrl.system.gather import all_of
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
 from mrl.weights.checksum import _in_cache, checksum
 from mrl.weights.tensors import open_folder
-from mrl.workers.pool import PolicyClient
+from mrl.workers.pool import RolloutPool
 from mrl.workers.rollout import RolloutWorker
 from tests.soak import rows_but
 
@@ -92,10 +93,11 @@ async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
         with open_folder(tmp_path / "saved") as saved, open_folder(next((tmp_path / "weights").glob("v0"))) as sent:
             assert set(saved) == set(sent)
             assert all(torch.equal(saved[name], tensor) for name, tensor in sent.items())
-    policy = PolicyClient(workers)
+    policy = RolloutPool(workers, 512)
+    await policy.introduce()
     seen = []
     for version in (1, 2, 3):
-        completions = await policy.generate(requests())
+        completions = await all_of([policy.generate(request) for request in requests()])
         assert {c.policy_version for c in completions} == {version - 1}
         seen.append([c.token_ids for c in completions])
         samples = [
@@ -212,8 +214,12 @@ async def test_work_is_spread_and_comes_back_in_order(tiny_model: str, tmp_path:
     await SYNC_METHODS.get("direct")(tmp_path).sync(actor, workers, 0)
     params = SamplingParams(temperature=1.0, max_tokens=4)
     many = [GenerateRequest(f"r{i}", (65 + i % 5, 70), params, seed=i) for i in range(20)]
-    alone = await PolicyClient(workers[:1]).generate(many)
-    spread = await PolicyClient(workers).generate(many)
+    found = []
+    for some in (workers[:1], workers):
+        pool = RolloutPool(some, 512)
+        await pool.introduce()
+        found.append(await all_of([pool.generate(request) for request in many]))
+    alone, spread = found
     assert [c.request_id for c in spread] == [r.id for r in many]
     assert [c.token_ids for c in spread] == [c.token_ids for c in alone]
     await backend.close()
