@@ -13,7 +13,7 @@ from mrl.algorithms.kl import KLEstimator, estimate_kl
 from mrl.algorithms.ratio import importance_ratio
 from mrl.config import AlgorithmConfig
 from mrl.mismatch import importance_weights, log_importance, unexplained_gap, weighed_once
-from mrl.modeling.rows import Rows
+from mrl.modeling.token_batch import TokenBatch
 from mrl.types import TrainBatch
 
 CISPO_LARGEST_RATIO = 5.0
@@ -50,23 +50,23 @@ class Objective:
         """Whether the entropy that `part_loss` is given has to carry a gradient."""
         return self.config.entropy_coef != 0
 
-    def prepare(self, rows: Rows, batch: TrainBatch, entropy_BT: Tensor | None = None) -> None:
+    def prepare(self, tokens: TokenBatch, batch: TrainBatch, entropy_BT: Tensor | None = None) -> None:
         """Set the weights of the batch's tokens. entropy_BT: of the policy before the step, where `needs_entropies`."""
-        rows.weights_BT = token_weights(
-            rows.mask_BT,
+        tokens.weights_BT = token_weights(
+            tokens.mask_BT,
             self.loss.normalization,
             max_completion_length=self.config.max_completion_length,
             num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens,
         )
-        rows.kept_BT = rows.mask_BT
+        tokens.kept_BT = tokens.mask_BT
         if self.needs_entropies:
             assert entropy_BT is not None
-            rows.kept_BT = top_entropy_mask(entropy_BT, rows.mask_BT, self.config.top_entropy_quantile).float()
+            tokens.kept_BT = top_entropy_mask(entropy_BT, tokens.mask_BT, self.config.top_entropy_quantile).float()
         if self.entropy_grad:
-            rows.entropy_weights_BT = self.config.entropy_coef * rows.kept_BT / rows.kept_BT.sum().clamp(min=1)
+            tokens.entropy_weights_BT = self.config.entropy_coef * tokens.kept_BT / tokens.kept_BT.sum().clamp(min=1)
 
-    def part_loss(self, part: Rows, logprobs_BT: Tensor, entropy_BT: Tensor, metrics: StepMetrics) -> Tensor:
+    def part_loss(self, part: TokenBatch, logprobs_BT: Tensor, entropy_BT: Tensor, metrics: StepMetrics) -> Tensor:
         """A micro-batch's share of the batch's loss, a scalar. logprobs_BT, entropy_BT: of the policy being trained."""
         detached_BT = logprobs_BT.detach()
         trainer_BT = detached_BT if part.old_logprobs_BT is None else part.old_logprobs_BT
@@ -114,7 +114,7 @@ class Objective:
         return loss
 
     def _compare_with_sampler(
-        self, part: Rows, trainer_BT: Tensor, correction_BT: Tensor, metrics: StepMetrics
+        self, part: TokenBatch, trainer_BT: Tensor, correction_BT: Tensor, metrics: StepMetrics
     ) -> None:
         """What the importance weights are worth, and what of the gap nothing explains."""
         correction = self.config.importance_sampling
@@ -122,7 +122,7 @@ class Objective:
         once_BT = weighed_once(part.mask_BT, correction)
         metrics.importance(log_weights_BT, None if correction == "none" else correction_BT, once_BT)
         if part.compared_BT is not None:
-            gap_BT = unexplained_gap(trainer_BT, part.sampler_logprobs_BT, part.cut.largest_gain)
+            gap_BT = unexplained_gap(trainer_BT, part.sampler_logprobs_BT, part.sampling_filter.largest_gain)
             metrics.unexplained(gap_BT, part.compared_BT)
 
 

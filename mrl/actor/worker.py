@@ -37,7 +37,7 @@ from mrl.modeling.fixed_order import fixed_order
 from mrl.modeling.forward import Forward, evaluating
 from mrl.modeling.liger import apply_liger, check_liger
 from mrl.modeling.precision import narrow_matrices
-from mrl.modeling.rows import Rows, make_rows
+from mrl.modeling.token_batch import TokenBatch, make_token_batch
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.system.environment import computing_environment
@@ -163,10 +163,10 @@ class ActorWorker:
         the policy did not sample. May run while the samples are being scored."""
         if not samples:
             return []
-        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
-        logprobs_BT = torch.zeros_like(rows.mask_BT)
+        tokens = make_token_batch(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        logprobs_BT = torch.zeros_like(tokens.mask_BT)
         for index in self._micro_batches(samples):
-            part_BT = self._reference_logprobs(rows.take(index))
+            part_BT = self._reference_logprobs(tokens.take(index))
             logprobs_BT[onto(self.device, index), : part_BT.shape[1]] = part_BT
         pairs = zip(samples, logprobs_BT.tolist(), strict=True)
         return [values[: len(sample.completion_ids)] for sample, values in pairs]
@@ -175,10 +175,10 @@ class ActorWorker:
         """KL to the reference model of each sample, in nats: the sum of the estimates at its sampled tokens."""
         if not samples:
             return []
-        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        tokens = make_token_batch(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
         kl_B = torch.zeros(len(samples), dtype=torch.float64, device=self.device)
         for index in self._micro_batches(samples):
-            part = rows.take(index)
+            part = tokens.take(index)
             reference_BT = self._reference_logprobs(part) if part.ref_logprobs_BT is None else part.ref_logprobs_BT
             kl_BT = estimate_kl(self._logprobs(self.model, part)[0], reference_BT, kl_estimator(self.algorithm))
             kl_B[onto(self.device, index)] = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(dim=1, dtype=torch.float64)
@@ -289,13 +289,13 @@ class ActorWorker:
     # --- one update -------------------------------------------------------------------------------------------------
 
     def _train_on(self, batch: TrainBatch, comparison: Comparison) -> dict[str, float]:
-        rows = make_rows(batch, self.device, comparison.version)
+        tokens = make_token_batch(batch, self.device, comparison.version)
         micro_batches = self._micro_batches(batch.samples)
         entropy_BT = None
         if self.objective.needs_entropies or self.dropout:
-            rows.old_logprobs_BT, entropy_BT = self._old_policy(rows, micro_batches)
-        self.objective.prepare(rows, batch, entropy_BT)
-        parts = [rows.take(index) for index in micro_batches]
+            tokens.old_logprobs_BT, entropy_BT = self._old_policy(tokens, micro_batches)
+        self.objective.prepare(tokens, batch, entropy_BT)
+        parts = [tokens.take(index) for index in micro_batches]
         for part in parts:
             if self.objective.kl_in_loss and part.ref_logprobs_BT is None:
                 part.ref_logprobs_BT = self._reference_logprobs(part)
@@ -304,7 +304,7 @@ class ActorWorker:
             self._update(parts, metrics)
         return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
 
-    def _update(self, parts: list[Rows], metrics: StepMetrics) -> None:
+    def _update(self, parts: list[TokenBatch], metrics: StepMetrics) -> None:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
@@ -357,31 +357,31 @@ class ActorWorker:
 
     # --- forward passes ---------------------------------------------------------------------------------------------
 
-    def _forward(self, model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: Any, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the tokens the policy sampled, at the sampler's temperature; B×T, 0 elsewhere."""
-        logprobs_BT, entropy_BT = self.forward.logprobs(model, rows, entropy_grad=self.objective.entropy_grad)
-        rows.new_logprobs_BT = logprobs_BT.detach()
+        logprobs_BT, entropy_BT = self.forward.logprobs(model, tokens, entropy_grad=self.objective.entropy_grad)
+        tokens.new_logprobs_BT = logprobs_BT.detach()
         return logprobs_BT, entropy_BT
 
     @torch.no_grad()
-    def _logprobs(self, model: Any, rows: Rows, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, model: Any, tokens: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
         with evaluating(model):
-            return self.forward.logprobs(model, rows, entropy=entropy)
+            return self.forward.logprobs(model, tokens, entropy=entropy)
 
-    def _old_policy(self, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _old_policy(self, tokens: TokenBatch, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the whole batch before its first update; B×T each."""
-        logprobs_BT, entropy_BT = torch.zeros_like(rows.mask_BT), torch.zeros_like(rows.mask_BT)
+        logprobs_BT, entropy_BT = torch.zeros_like(tokens.mask_BT), torch.zeros_like(tokens.mask_BT)
         for index in micro_batches:
-            part = rows.take(index)
+            part = tokens.take(index)
             place = (onto(self.device, index), slice(part.mask_BT.shape[1]))
             logprobs_BT[place], entropy_BT[place] = self._logprobs(self.model, part, entropy=True)
         return logprobs_BT, entropy_BT
 
-    def _reference_logprobs(self, rows: Rows) -> Tensor:
+    def _reference_logprobs(self, tokens: TokenBatch) -> Tensor:
         if self.reference is not None:
-            return self._logprobs(self.reference, rows)[0]
+            return self._logprobs(self.reference, tokens)[0]
         with self.model.disable_adapter():  # type: ignore[operator]
-            return self._logprobs(self.model, rows)[0]
+            return self._logprobs(self.model, tokens)[0]
 
     def _default_tokens(self) -> int:
         """Of a micro-batch, by what will be left of the device's memory; the optimizer's state comes with its first

@@ -12,7 +12,7 @@ What becomes of a request, and by which method:
                   │               ▼ │ in the next batch, after other weights were loaded
                   └───leave───▶ handed back with what it has
 
-    forget_cancelled takes requests out that wait or run and that nobody waits for any more.
+    drop_cancelled takes requests out that wait or run and that nobody waits for any more.
 
 The host learns what was sampled every few steps (`STEPS_PER_CHECK`), in one transfer, and decides then: rows that ended
 in between have run on, and what they sampled beyond their end is left out. Between two such checks nothing waits.
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from mrl.engines.requests import versions_per_token
-from mrl.engines.transformers.decode_queue import Begun, Job, Limits, first_that_fit, in_order
+from mrl.engines.transformers.decode_queue import Limits, PartialCompletion, RequestState, first_that_fit, longest_first
 from mrl.engines.transformers.decode_step import DecodeStep, EagerStep
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled, Prefiller, TokenIds
@@ -70,32 +70,32 @@ FIRST_ROOM = 256
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A job in the batch, whose first token is that of the loop's step number `born` (below 0 where it was begun)."""
+    """A state in the batch, whose first token is that of the loop's step number `first_step` (below 0 where it was partial)."""
 
-    job: Job
-    born: int
+    state: RequestState
+    first_step: int
 
     @property
     def offset(self) -> int:
         """Its tokens in the cache, less the loop's step number."""
-        return len(self.job.request.prompt_ids) - self.born
+        return len(self.state.request.prompt_ids) - self.first_step
 
 
 def decode(
     lm: CausalLM,
-    jobs: Sequence[Job],
+    states: Sequence[RequestState],
     calls: DecodeThread,
     *,
     limits: Limits,
     eos_ids: frozenset[int],
     stop_strings: StopStrings,
     version: int,
-) -> list[Job]:
-    """Give each job's call its completion as soon as it ended, those that join later too.
+) -> list[RequestState]:
+    """Give each state's call its completion as soon as it ended, those that join later too.
 
     Returns what is left when `calls` interrupts.
     """
-    return _Batch(lm, jobs, calls, limits, eos_ids, stop_strings, version).run()
+    return _Batch(lm, states, calls, limits, eos_ids, stop_strings, version).run()
 
 
 class _Batch:
@@ -104,7 +104,7 @@ class _Batch:
     def __init__(
         self,
         lm: CausalLM,
-        jobs: Sequence[Job],
+        states: Sequence[RequestState],
         calls: DecodeThread,
         limits: Limits,
         eos_ids: frozenset[int],
@@ -113,7 +113,7 @@ class _Batch:
     ) -> None:
         self.lm, self.limits, self.device, self.version = lm, limits, lm.device, version
         self.calls, self.eos_ids, self.stop_strings = calls, eos_ids, stop_strings
-        self.queue: deque[Job] = deque()
+        self.queue: deque[RequestState] = deque()
         self.prefiller: Prefiller
         self.held: Prefilled | None = None
         """A prompt of which some requests still wait."""
@@ -136,15 +136,15 @@ class _Batch:
         self.ids_BT = torch.zeros(0, 1, dtype=torch.int64)
         self.logprobs_BT = torch.zeros(0, 1, dtype=torch.float32)
 
-        self.enqueue(jobs)
+        self.enqueue(states)
 
-    def run(self) -> list[Job]:
+    def run(self) -> list[RequestState]:
         """Decode until the queue is empty and every row ended; returns what is left when interrupted."""
         while True:
             if self.calls.cancelled():
-                self.forget_cancelled()
+                self.drop_cancelled()
             if self.calls.interrupted():
-                return self.leave()
+                return self.interrupt()
             self.enqueue(self.calls.more())
             if self.queue and self.freed:
                 self.admit()
@@ -156,36 +156,38 @@ class _Batch:
             if self.running:
                 self.forward()
 
-    def leave(self) -> list[Job]:
+    def interrupt(self) -> list[RequestState]:
         """What did not end, with what it has."""
         rest = []
         for slot, row in enumerate(self.rows):
             if row is None:
                 continue
-            done = self.clock - row.born
+            done = self.clock - row.first_step
             ids, logprobs = self.ids_BT[slot, :done].tolist(), self.logprobs_BT[slot, :done].tolist()
-            begun = Begun(ids, logprobs, row.job.begun.spans(self.version)) if done else Begun()
-            rest.append(row.job.going_on(begun))
+            partial = (
+                PartialCompletion(ids, logprobs, row.state.partial.spans(self.version)) if done else PartialCompletion()
+            )
+            rest.append(row.state.continued(partial))
         return [*rest, *self.queue]
 
     # --- letting requests in ----------------------------------------------------------------------------------------
 
-    def enqueue(self, jobs: Sequence[Job]) -> None:
+    def enqueue(self, states: Sequence[RequestState]) -> None:
         """These wait, too."""
-        if not jobs:
+        if not states:
             return
-        self.queue.extend(in_order(jobs))
+        self.queue.extend(longest_first(states))
         self.prefiller = Prefiller(
-            self.lm, list(dict.fromkeys(job.tokens for job in self.queue)), self.limits.prefill_tokens
+            self.lm, list(dict.fromkeys(state.tokens for state in self.queue)), self.limits.prefill_tokens
         )
         self.freed = True
-        if any(job.request.sampling.stop for job in jobs):
+        if any(state.request.sampling.stop for state in states):
             self.steps_per_check = 1
 
-    def forget_cancelled(self) -> None:
+    def drop_cancelled(self) -> None:
         """Take out what nobody waits for any more."""
-        self.queue = deque(job for job in self.queue if not job.call.cancelled)
-        gone = [slot for slot, row in enumerate(self.rows) if row is not None and row.job.call.cancelled]
+        self.queue = deque(state for state in self.queue if not state.call.cancelled)
+        gone = [slot for slot, row in enumerate(self.rows) if row is not None and row.state.call.cancelled]
         for slot in gone:
             self.rows[slot] = None
             self.running_B[slot] = False
@@ -197,35 +199,35 @@ class _Batch:
         if self.running and not self.lm.replaces_rows:
             return
         self.freed = False
-        jobs = self.next_jobs()
-        if len(jobs) < min(REFILL_SHARE * self.running, len(self.queue)) or not jobs:
+        states = self.next_requests()
+        if len(states) < min(REFILL_SHARE * self.running, len(self.queue)) or not states:
             return
-        for _ in jobs:
+        for _ in states:
             self.queue.popleft()
         if not self.running:
             self.rows = []
             self.step.clear()  # before the prefill, which needs memory too
         free = [slot for slot, row in enumerate(self.rows) if row is None]
-        slots = [*free[: len(jobs)], *range(len(self.rows), len(self.rows) + len(jobs) - len(free))]
+        slots = [*free[: len(states)], *range(len(self.rows), len(self.rows) + len(states) - len(free))]
         fresh, total = not self.running, max(len(self.rows), slots[-1] + 1)
         self.rows += [None] * (total - len(self.rows))
-        self.running += len(jobs)
-        self.make_room(total, max(job.max_new for job in jobs))
+        self.running += len(states)
+        self.make_room(total, max(state.max_new for state in states))
 
         slots_of: dict[TokenIds, list[int]] = {}
-        for slot, job in zip(slots, jobs, strict=True):
-            self.rows[slot] = _Row(job, self.clock - len(job.begun.ids))
-            slots_of.setdefault(job.tokens, []).append(slot)
-            for buffer, begun in ((self.ids_BT, job.begun.ids), (self.logprobs_BT, job.begun.logprobs)):
-                buffer[slot, : len(begun)] = torch.tensor(begun, dtype=buffer.dtype)
+        for slot, state in zip(slots, states, strict=True):
+            self.rows[slot] = _Row(state, self.clock - len(state.partial.ids))
+            slots_of.setdefault(state.tokens, []).append(slot)
+            for buffer, partial in ((self.ids_BT, state.partial.ids), (self.logprobs_BT, state.partial.logprobs)):
+                buffer[slot, : len(partial)] = torch.tensor(partial, dtype=buffer.dtype)
         for part in self.prefill(list(slots_of)):
             self.place(part, [slots_of[prompt] for prompt in part.prompts], total, fresh=fresh)
             fresh = False
         self.refresh()
 
-    def next_jobs(self) -> list[Job]:
+    def next_requests(self) -> list[RequestState]:
         """The first of the queue, as many as fit beside the running rows."""
-        running = [row.job for row in self.rows if row is not None]
+        running = [row.state for row in self.rows if row is not None]
         return first_that_fit(self.queue, running, self.limits, one_prefill=not self.lm.replaces_rows)
 
     def prefill(self, prompts: list[TokenIds]) -> Iterator[Prefilled]:
@@ -248,8 +250,11 @@ class _Batch:
         index = [p for p, slots in enumerate(slots_P) for _ in slots]
         index_N = onto(self.device, index)
         slots_N = onto(self.device, [slot for slots in slots_P for slot in slots])
-        room, reach = min(self.ids_BT.shape[1], FIRST_ROOM), max(row.job.reach for row in self.rows if row is not None)
-        self.step.put(part, index_N, slots_N, total, room=room, reach=reach)
+        room, max_length = (
+            min(self.ids_BT.shape[1], FIRST_ROOM),
+            max(row.state.max_length for row in self.rows if row is not None),
+        )
+        self.step.put(part, index_N, slots_N, total, room=room, max_length=max_length)
         if fresh or len(self.logits_BV) < total:
             logits_BV = part.logits_PV.new_zeros(total, part.logits_PV.shape[1])
             if not fresh:
@@ -274,7 +279,9 @@ class _Batch:
         """Sample as many tokens for every row as there are steps to a check, or as any row may still have."""
         steps = self.steps_per_check
         if steps > 1:
-            steps = min(steps, max(row.born + row.job.max_new - self.clock for row in self.rows if row is not None))
+            steps = min(
+                steps, max(row.first_step + row.state.max_new - self.clock for row in self.rows if row is not None)
+            )
         for left in reversed(range(steps)):
             self.take_token()
             self.calls.sampled += self.running
@@ -283,7 +290,7 @@ class _Batch:
 
     def take_token(self) -> None:
         """Sample the next token of every row."""
-        self.token_B, logprob_B, usable_B = sample(self.logits_BV, self.params, self.clock - self.born_B)
+        self.token_B, logprob_B, usable_B = sample(self.logits_BV, self.params, self.clock - self.first_step_B)
         stop_B = (self.token_B[:, None] == self.stop_ids_BS).any(dim=1)
         self.unseen.append((self.token_B, logprob_B, stop_B, usable_B))
 
@@ -300,7 +307,7 @@ class _Batch:
         self.unseen = []
         token_BK, logprob_BK, stop_BK, usable_BK = (torch.stack(found[kind::4], dim=1) for kind in range(4))
         steps = token_BK.shape[1]
-        at_BK = torch.arange(self.clock - steps + 1, self.clock + 1) - self.host_born_B1
+        at_BK = torch.arange(self.clock - steps + 1, self.clock + 1) - self.host_first_step_B1
         # The last column takes what rows write that have ended.
         column_BK = at_BK.clamp(max=self.ids_BT.shape[1] - 1)
         self.ids_BT.scatter_(1, column_BK, token_BK)
@@ -325,12 +332,12 @@ class _Batch:
         """Hand over the completion in a slot, which has so many tokens."""
         row = self.rows[slot]
         assert row is not None
-        request = row.job.request
+        request = row.state.request
         ids, logprobs = self.ids_BT[slot, :length].tolist(), self.logprobs_BT[slot, :length].tolist()
         reason: FinishReason = "stop" if stopped else "length"
-        versions = versions_per_token(row.job.begun.spans(self.version), length, self.version)
+        versions = versions_per_token(row.state.partial.spans(self.version), length, self.version)
         completion = Completion(request.id, ids, logprobs, reason, versions)
-        self.calls.ended(row.job, completion if usable else Completion.failed(request, NOT_FINITE, self.version))
+        self.calls.ended(row.state, completion if usable else Completion.failed(request, NOT_FINITE, self.version))
         self.rows[slot] = None
 
     def drop_finished(self) -> None:
@@ -338,7 +345,7 @@ class _Batch:
         ended = len(self.rows) - self.running
         if not ended or not self.running or ended < COMPACT_SHARE * len(self.rows):
             return
-        if self.queue and self.lm.replaces_rows and self.next_jobs():
+        if self.queue and self.lm.replaces_rows and self.next_requests():
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
         kept_B = onto(self.device, kept)
@@ -352,14 +359,14 @@ class _Batch:
         """Make the rows' tensors anew, at a moment when every row that ended was collected."""
         device, filler = self.device, next(row for row in self.rows if row is not None)
         rows = [row or filler for row in self.rows]
-        samplings = [row.job.request.sampling for row in rows]
-        self.params = RowParams.build(samplings, [row.job.request.seed for row in rows], device)
+        samplings = [row.state.request.sampling for row in rows]
+        self.params = RowParams.build(samplings, [row.state.request.seed for row in rows], device)
         self.stop_ids_BS = _stop_table([self.eos_ids.union(s.stop_token_ids) for s in samplings], device)
-        self.stop_strings.watch([s.stop for s in samplings], self.lm.vocab_size)
-        self.max_new_B1 = torch.tensor([row.job.max_new for row in rows])[:, None]
-        self.host_born_B1 = torch.tensor([row.born for row in rows])[:, None]
+        self.stop_strings.set_rows([s.stop for s in samplings], self.lm.vocab_size)
+        self.max_new_B1 = torch.tensor([row.state.max_new for row in rows])[:, None]
+        self.host_first_step_B1 = torch.tensor([row.first_step for row in rows])[:, None]
         self.running_B = torch.tensor([row is not None for row in self.rows])
-        self.born_B = onto(device, self.host_born_B1[:, 0])
+        self.first_step_B = onto(device, self.host_first_step_B1[:, 0])
         self.offset_B = onto(device, [row.offset for row in rows])
         self.measure()
 
@@ -375,7 +382,7 @@ def _step_of(lm: CausalLM, max_model_len: int) -> DecodeStep:
     if not lm.static:
         return EagerStep(lm, max_model_len)
     step: StaticStep = lm.kept_step or StaticStep(lm, max_model_len)
-    lm.kept_step = step if lm.own else None
+    lm.kept_step = step if lm.exclusive else None
     return step
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from mrl.engines.transformers.decode_queue import Call, Job, new_answer
+from mrl.engines.transformers.decode_queue import Call, RequestState, new_answer
 from mrl.errors import EngineError
 from mrl.system.threads import InTurn
 from mrl.types import Completion, GenerateRequest
@@ -24,22 +24,24 @@ _SHARED_THREAD = InTurn("mrl-engine")
 
 
 class Decode(Protocol):
-    """Decodes jobs, and those that `calls.more()` adds, until all ended or `calls.interrupted()`; returns the rest."""
+    """Decodes states, and those that `calls.more()` adds, until all ended or `calls.interrupted()`; returns the rest."""
 
-    def __call__(self, jobs: list[Job], calls: DecodeThread) -> list[Job]: ...
+    def __call__(self, states: list[RequestState], calls: DecodeThread) -> list[RequestState]: ...
 
 
 class DecodeThread:
     """The one thread of an engine. It lives while there is something to do: an idle one would keep its share of torch's
     threads from those who train (see mrl.system.threads).
 
-    jobs_of: a call's jobs; requests that cannot be served are answered in it. endless: requests may keep coming, so
+    request_states: a call's states; requests that cannot be served are answered in it. endless: requests may keep coming, so
     that the engine needs a thread to itself; otherwise engines of one process decode one after the other, which on a
     CPU is faster than side by side.
     """
 
-    def __init__(self, decode: Decode, jobs_of: Callable[[Call], list[Job]], *, endless: bool = False) -> None:
-        self._decode, self._jobs_of = decode, jobs_of
+    def __init__(
+        self, decode: Decode, request_states: Callable[[Call], list[RequestState]], *, endless: bool = False
+    ) -> None:
+        self._decode, self._states_of = decode, request_states
         self._thread = InTurn("mrl-engine") if endless else _SHARED_THREAD
         self.sampled = 0
         """Tokens so far: the decoding counts them."""
@@ -95,16 +97,16 @@ class DecodeThread:
         """Whether some of what is decoded is not wanted any more."""
         return any(call.cancelled for call in self._running)
 
-    def ended(self, job: Job, completion: Completion) -> None:
-        """A job is done. Its call is answered when all of its jobs are; the last call that runs only when the model is
+    def ended(self, state: RequestState, completion: Completion) -> None:
+        """A state is done. Its call is answered when all of its states are; the last call that runs only when the model is
         as it was before (whoever shares it may go on with it then)."""
-        job.call.take(job.index, completion)
-        others = any(not call.cancelled for call in self._running if call is not job.call)
-        if job.call.complete and others:
-            self._running.pop(job.call, None)
-            job.call.deliver()
+        state.call.take(state.index, completion)
+        others = any(not call.cancelled for call in self._running if call is not state.call)
+        if state.call.complete and others:
+            self._running.pop(state.call, None)
+            state.call.deliver()
 
-    def more(self) -> list[Job]:
+    def more(self) -> list[RequestState]:
         """Jobs that came since and may join."""
         if not self._waiting:
             return []
@@ -140,7 +142,7 @@ class DecodeThread:
                 self._thread.submit("decode", self._drive)
 
     def _drive(self) -> None:
-        unfinished: list[Job] = []
+        unfinished: list[RequestState] = []
         while True:
             function, calls = self._next(idle=not unfinished)
             if self._closed:
@@ -150,15 +152,15 @@ class DecodeThread:
                 function.run()
             elif calls or unfinished:
                 try:
-                    jobs = [*unfinished, *self._begin(calls)]
-                    unfinished = self._decode(jobs, self) if jobs else []
+                    states = [*unfinished, *self._begin(calls)]
+                    unfinished = self._decode(states, self) if states else []
                 except Exception as error:  # whatever it is, those who wait for an answer have to hear of it
                     unfinished = []
                     self._fail(list(self._running), error)
                 for call in self._running:
                     call.deliver()
                 self._running = {c: None for c in self._running if not c.answer.done() and not c.cancelled}
-                unfinished = [job for job in unfinished if not job.call.cancelled]
+                unfinished = [state for state in unfinished if not state.call.cancelled]
             else:
                 return
 
@@ -182,20 +184,20 @@ class DecodeThread:
             self._busy = bool(calls)
             return None, calls
 
-    def _begin(self, calls: list[Call]) -> list[Job]:
-        """The jobs of calls whose decoding begins."""
-        jobs: list[Job] = []
+    def _begin(self, calls: list[Call]) -> list[RequestState]:
+        """The states of calls whose decoding begins."""
+        states: list[RequestState] = []
         for call in calls:
             if call.cancelled or call.answer.done():
                 continue
             try:
-                own = self._jobs_of(call)
+                own = self._states_of(call)
             except EngineError as error:
                 call.answer.set_exception(error)
                 continue
             self._running[call] = None
-            jobs += own
-        return jobs
+            states += own
+        return states
 
     def _fail_all(self, error: EngineError) -> None:
         with self._lock:

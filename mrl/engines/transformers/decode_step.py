@@ -25,10 +25,10 @@ class DecodeStep(Protocol):
     def clear(self) -> None:
         """Forget every row: the next `put` begins a batch."""
 
-    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, max_length: int) -> None:
         """Row `slots_N[n]` becomes the part's prompt `index_N[n]`.
 
-        rows: how many rows there are afterwards. room: tokens that will follow, at a guess. reach: most tokens any row
+        rows: how many rows there are afterwards. room: tokens that will follow, at a guess. max_length: most tokens any row
         may come to.
         """
 
@@ -56,7 +56,7 @@ class EagerStep:
     def clear(self) -> None:
         self.cache = self.lm.new_cache()
 
-    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, max_length: int) -> None:
         length = max(map(len, part.prompts))
         if isinstance(part.cache, GrowingCache):
             assert isinstance(self.cache, GrowingCache)

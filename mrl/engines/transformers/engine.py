@@ -16,11 +16,11 @@ import torch
 from mrl.engines.requests import check_sequence, eos_ids, refusal
 from mrl.engines.transformers.decode import decode
 from mrl.engines.transformers.decode_calls import Call, DecodeThread
-from mrl.engines.transformers.decode_queue import Job, Limits, jobs_of
+from mrl.engines.transformers.decode_queue import Limits, RequestState, request_states
 from mrl.engines.transformers.model import CausalLM, StepKind
 from mrl.engines.transformers.score import score
 from mrl.engines.transformers.stop_strings import StopStrings
-from mrl.engines.transformers.trial import fitted
+from mrl.engines.transformers.trial import make_causal_lm
 from mrl.engines.transformers.weights import load_directory
 from mrl.errors import EngineError, SyncError
 from mrl.modeling.precision import narrow_matrices
@@ -55,7 +55,7 @@ class TransformersEngine:
         static on CUDA, for models that can.
     version: the policy version the model holds now.
 
-    Raises EngineError when the model cannot be served: see `fitted`.
+    Raises EngineError when the model cannot be served: see `make_causal_lm`.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class TransformersEngine:
         self._stop_strings = StopStrings(tokenizer)
         self._max_model_len = max_model_len
         self._autocast_dtype, self._decode_step = autocast_dtype, decode_step
-        self._lm: CausalLM | None = fitted(model, max_model_len, autocast_dtype, decode_step)
+        self._lm: CausalLM | None = make_causal_lm(model, max_model_len, autocast_dtype, decode_step)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         claim(self, self._lm.device, self._limits.max_batch_tokens * self._lm.cache_bytes_per_token)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         self.capacity = self._limits.max_rows if endless else None
-        self._thread = DecodeThread(self._decode, self._jobs, endless=endless)
+        self._thread = DecodeThread(self._decode, self._request_states, endless=endless)
 
     @classmethod
     def create(cls, config: ModelConfig, module: nn.Module | None = None, *, endless: bool = False) -> Self:
@@ -106,7 +106,7 @@ class TransformersEngine:
             autocast_dtype=autocast_dtype(config, device),
             decode_step=config.decode_step,
         )
-        engine._model.own = module is None
+        engine._model.exclusive = module is None
         return engine
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
@@ -183,24 +183,24 @@ class TransformersEngine:
         if module is self._lm.module:
             return
         try:
-            self._lm = fitted(module, self._max_model_len, self._autocast_dtype, self._decode_step)
+            self._lm = make_causal_lm(module, self._max_model_len, self._autocast_dtype, self._decode_step)
         except EngineError as e:
             raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
 
-    def _jobs(self, call: Call) -> list[Job]:
-        lm, stops = self._model, self._stop_strings.works
+    def _request_states(self, call: Call) -> list[RequestState]:
+        lm, stops = self._model, self._stop_strings.has_tokenizer
 
         def refuse(request: GenerateRequest) -> Completion | None:
             return refusal(request, self._max_model_len, lm.vocab_size, version=self.version, stop_strings=stops)
 
-        return jobs_of(call, self._max_model_len, refuse)
+        return request_states(call, self._max_model_len, refuse)
 
-    def _decode(self, jobs: list[Job], calls: DecodeThread) -> list[Job]:
+    def _decode(self, states: list[RequestState], calls: DecodeThread) -> list[RequestState]:
         lm = self._model
         with lm.inference():
             return decode(
                 lm,
-                jobs,
+                states,
                 calls,
                 limits=self._limits,
                 eos_ids=self._eos_ids,

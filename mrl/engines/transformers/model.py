@@ -35,7 +35,7 @@ StepKind = Literal["auto", "eager", "static"]
 
 class CausalLM:
     """A loaded model (possibly wrapped by PEFT, possibly the actor's own) with one way to run it: its own, until
-    `mrl.engines.transformers.trial.fitted` has found a faster one.
+    `mrl.engines.transformers.trial.make_causal_lm` has found a faster one.
 
     Raises EngineError for a model the decode loop cannot serve: encoder-decoder, without a selectable cache, without
     explicit positions, PEFT prompt learning, or with fewer positions than `max_model_len`.
@@ -66,7 +66,7 @@ class CausalLM:
         self.decode_step, self._records = decode_step, self.device.type == "cuda"
         self.static = False
         """Whether decoding takes static steps."""
-        self.own = False
+        self.exclusive = False
         """Whether nobody else has the module. Its tensors then stay where they are, and so may what is recorded."""
         self.kept_step: Any = None
         """The static step of the batch before, where the module is its own."""
@@ -89,11 +89,11 @@ class CausalLM:
         autocast: AbstractContextManager[Any] = nullcontext()
         if self.autocast_dtype:
             # Its cache ends with it, and a recorded step would go on reading where it was.
-            autocast = torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=not self.own)
+            autocast = torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=not self.exclusive)
         for m in training:
             m.training = False
         try:
-            with torch.no_grad(), autocast, same_weights(self._casts if self.own else None):
+            with torch.no_grad(), autocast, same_weights(self._casts if self.exclusive else None):
                 yield
         except torch.OutOfMemoryError as e:
             raise EngineError(f"out of memory; lower max_decode_rows, max_model_len or max_tokens ({e})") from e

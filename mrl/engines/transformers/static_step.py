@@ -58,13 +58,13 @@ class StaticStep:
         self.begins = True
         self.cache.blank()
 
-    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, max_length: int) -> None:
         assert isinstance(part.cache, GrowingCache)
-        if not self.cache.fits(rows, reach):
+        if not self.cache.fits(rows, max_length):
             if self.begins:  # as large as this batch needs, not as the longest and the widest before together
                 self.cache = StaticCache(len(self.cache.static_layers), self.lm.device)
             self.recorded, self.warm = {}, {}  # they write into the old buffers
-            self.cache.resize(rows, -(-reach // 8) * 8, like=part.cache)
+            self.cache.resize(rows, -(-max_length // 8) * 8, like=part.cache)
             self.logits_RV = part.logits_PV.new_zeros(self.cache.rows, part.logits_PV.shape[1])
             self.ids_R = torch.zeros(self.cache.rows, dtype=torch.int64, device=self.lm.device)
         self.begins = False

@@ -36,12 +36,12 @@ class StopStrings:
         self._anchor_text = ""
 
     @property
-    def works(self) -> bool:
+    def has_tokenizer(self) -> bool:
         """Whether there is a tokenizer to tell text from tokens with."""
         return self._tokenizer is not None
 
-    def watch(self, stops_B: Sequence[tuple[str, ...]], vocab_size: int) -> None:
-        """The rows' stop strings from now on; none where there is no tokenizer (`works`)."""
+    def set_rows(self, stops_B: Sequence[tuple[str, ...]], vocab_size: int) -> None:
+        """The rows' stop strings from now on; none where there is no tokenizer (`has_tokenizer`)."""
         self._stops_B = stops_B
         self.any = any(stops_B)
         if not self.any:

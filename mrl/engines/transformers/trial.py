@@ -19,7 +19,7 @@ _LENGTHS = (6, 9, 4)
 """Prompts of the trial: two beside each other, and one that takes the place of the first."""
 
 
-def fitted(
+def make_causal_lm(
     module: nn.Module, max_model_len: int, autocast_dtype: torch.dtype | None, decode_step: StepKind = "auto"
 ) -> CausalLM:
     """The model, with the fastest way to run it whose logits are those of plain forwards.
@@ -56,7 +56,7 @@ def fastest_path(lm: CausalLM) -> Path:
         lm.path = path
         if path in ("own steps", "own masks"):
             install(lm.text_config)
-        if not finite or _agrees(lm, expected, _walk):
+        if not finite or _agrees(lm, expected, _eager_trial):
             return path
         lm.text_config._attn_implementation = before
     return "model's cache"
@@ -81,7 +81,7 @@ def takes_static_steps(lm: CausalLM) -> bool:
         return False
     expected = _plain_logits(lm)
     lm.path = path
-    return not all(bool(logits.isfinite().all()) for logits in expected) or _agrees(lm, expected, _static_walk)
+    return not all(bool(logits.isfinite().all()) for logits in expected) or _agrees(lm, expected, _static_trial)
 
 
 def _sequences(lm: CausalLM) -> list[list[int]]:
@@ -99,24 +99,24 @@ def _plain_logits(lm: CausalLM) -> list[Tensor]:
         ]
 
 
-Walked = list[tuple[int, int, Tensor]]
+TrialLogits = list[tuple[int, int, Tensor]]
 """(sequence, its last token's place, logits [V] after it) along the way."""
 
 
-def _agrees(lm: CausalLM, expected: Sequence[Tensor], walk: Callable[[CausalLM], Walked]) -> bool:
+def _agrees(lm: CausalLM, expected: Sequence[Tensor], trial: Callable[[CausalLM], TrialLogits]) -> bool:
     """Whether ragged prompts, decoding and a replaced row give the logits of plain forwards."""
     exact = lm.inner.dtype == torch.float32 and lm.autocast_dtype is None
     scale = max(float(logits.abs().max()) for logits in expected)
     tolerance = (1e-3 if exact else 5e-2) * scale
     try:
         with lm.inference():
-            pairs = walk(lm)
+            pairs = trial(lm)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
         return False  # it does not take such masks, or such a cache
     return all(bool(((got - expected[row][at]).abs() <= tolerance).all()) for row, at, got in pairs)
 
 
-def _walk(lm: CausalLM) -> Walked:
+def _eager_trial(lm: CausalLM) -> TrialLogits:
     """With the cache that grows."""
     ids = _sequences(lm)
     short, long, third = _LENGTHS
@@ -150,11 +150,11 @@ def _walk(lm: CausalLM) -> Walked:
     return [*pairs, (2, third, logits[0]), (1, long + 1, logits[1])]
 
 
-def _static_walk(lm: CausalLM) -> Walked:
+def _static_trial(lm: CausalLM) -> TrialLogits:
     """With the cache of fixed size: each row at its own column."""
     ids, (short, long, third) = _sequences(lm), _LENGTHS
     step = StaticStep(lm, max(_LENGTHS) + 2)
-    pairs: Walked = []
+    pairs: TrialLogits = []
 
     def put(row: int, slot: int) -> None:
         prompt = tuple(ids[row][: _LENGTHS[row]])
@@ -162,7 +162,7 @@ def _static_walk(lm: CausalLM) -> Walked:
         positions = torch.arange(len(prompt), device=lm.device)[None]
         logits_PV = lm.forward(torch.tensor([prompt], device=lm.device), positions, None, cache, keep=1)[:, 0]
         index = torch.zeros(1, dtype=torch.int64, device=lm.device)
-        step.put(Prefilled([prompt], cache, logits_PV), index, index + slot, 2, room=2, reach=long + 2)
+        step.put(Prefilled([prompt], cache, logits_PV), index, index + slot, 2, room=2, max_length=long + 2)
 
     def forward(rows: list[int], lengths: list[int]) -> None:
         """lengths: of each row's sequence, with the token that is given to the step."""
