@@ -97,12 +97,13 @@ def _other_sampling(estimate: SamplingEstimate, evidence: MismatchEvidence, aske
         raw = ". 1 may also mean logprobs from before the temperature: --logprobs-mode has to be processed_logprobs"
         return Cause(
             "temperature",
-            f"the sampler's logprobs are those of temperature {estimate.value:.3g}, where temperature: {value:g} was asked "
-            f"for {explained}. {advice}" + (raw if abs(estimate.value - 1) < 0.02 else ""),
+            f"the sampler's logprobs are those of temperature {estimate.value:.3g}, where temperature: {value:g} was "
+            f"asked for {explained}. {advice}" + (raw if abs(estimate.value - 1) < 0.02 else ""),
         )
     return Cause(
         estimate.name.replace("_", "-"),
-        f"the sampler filters like {estimate.name}: {estimate.value:.3g}, where {value:g} was asked for {explained}. {advice}",
+        f"the sampler filters like {estimate.name}: {estimate.value:.3g}, where {value:g} was asked for {explained}. "
+        f"{advice}",
     )
 
 

@@ -1,4 +1,4 @@
-"""What waits to be decoded by the `transformers` engine, and how much of it goes beside what runs."""
+"""Requests of the `transformers` engine while they wait and decode, and how many fit in a batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mrl.types import Completion, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what is in memory at once."""
+    """Memory bounds of a batch."""
 
     max_model_len: int
     """Prompt and completion tokens of one request."""
     max_batch_tokens: int
-    """Rows x longest possible length of those that decode together."""
+    """Rows x longest possible length of the rows that decode together."""
     max_rows: int
     """Rows that decode together; each has logits over the whole vocabulary."""
     prefill_tokens: int
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """What was sampled of a completion before its decoding was interrupted."""
+    """The tokens of a completion that were sampled before decoding was interrupted."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class PartialCompletion:
     """[version, first token] spans."""
 
     def spans(self, version: int) -> list[list[int]]:
-        """The spans when it goes on under `version`."""
+        """The spans if decoding continues under `version`."""
         if self.versions and self.versions[-1][0] == version:
             return self.versions
         return [*self.versions, [version, len(self.ids)]]
@@ -66,7 +66,7 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """A request with its place in its call, the tokens it may sample in all, and what it has already."""
+    """A request, its place in its call, the tokens it may sample in all, and those it already has."""
 
     call: Call
     index: int
@@ -74,15 +74,15 @@ class RequestState:
     max_new: int
     partial: PartialCompletion
     tokens: tuple[int, ...]
-    """The prompt and what was partial: what has to be in the cache before it goes on."""
+    """Prompt and partial completion: the tokens to prefill."""
 
     @property
     def max_length(self) -> int:
-        """Tokens it may come to, with its prompt."""
+        """Most tokens it may reach, prompt included."""
         return len(self.request.prompt_ids) + self.max_new
 
     def continued(self, partial: PartialCompletion) -> RequestState:
-        """The same, with so much sampled already."""
+        """The same request with these tokens already sampled."""
         tokens = (*self.request.prompt_ids, *partial.ids)
         return RequestState(self.call, self.index, self.request, self.max_new, partial, tokens)
 
@@ -90,7 +90,8 @@ class RequestState:
 def request_states(
     call: Call, max_model_len: int, refuse: Callable[[GenerateRequest], Completion | None]
 ) -> list[RequestState]:
-    """What there is to do for a call. refuse: the answer to a request that cannot be served, which gets it here."""
+    """The states of a call's requests. refuse: returns the failed completion of a request that cannot be served, which
+    goes to the call here; None for others."""
     states = []
     for index, request in enumerate(call.requests):
         refused = refuse(request)
@@ -103,7 +104,7 @@ def request_states(
 
 
 def longest_first(states: Iterable[RequestState]) -> list[RequestState]:
-    """Jobs with equal tokens adjacent, longest first: later ones then fit into columns that are there."""
+    """Longest prefill first, equal ones adjacent: later ones then fit into the columns that are already allocated."""
     groups: dict[tuple[int, ...], list[RequestState]] = {}
     for state in states:
         groups.setdefault(state.tokens, []).append(state)
@@ -113,7 +114,7 @@ def longest_first(states: Iterable[RequestState]) -> list[RequestState]:
 def first_that_fit(
     queue: Iterable[RequestState], running: Sequence[RequestState], limits: Limits, *, one_prefill: bool
 ) -> list[RequestState]:
-    """The first of the queue, as many as fit beside the running ones; at least one where nothing runs.
+    """The first requests of the queue, as many as fit beside the running ones; at least one if none is running.
 
     one_prefill: their distinct prompts must also fit one prefill forward (caches whose rows cannot be replaced).
     """
@@ -134,7 +135,7 @@ def first_that_fit(
 
 
 def new_answer() -> Future[Any]:
-    """One that whoever waits for it cannot cancel: it may be answered at any moment."""
+    """A future that its waiters cannot cancel, so that it can always be set."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -48,8 +48,8 @@ class TransformersEngine:
         will take; at most 2**20.
     max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
         GPU) words. Neither bound changes what is sampled.
-    endless: requests may keep coming while others decode, so the engine gets a thread to itself, and says how many it
-        works on at a time (`capacity`); otherwise engines of one process take turns, and each takes any number.
+    endless: requests may keep coming while others decode, so the engine gets its own thread and states how many it
+        decodes at a time (`capacity`); otherwise engines of one process take turns, and each takes any number.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
     decode_step: `eager` (a cache that grows), `static` (one of fixed size; on CUDA recorded as CUDA graphs), or `auto`:
         static on CUDA, for models that can.
@@ -137,10 +137,10 @@ class TransformersEngine:
     def load_weights(self, ref: WeightRef) -> int:
         """Make `ref` the active policy and return its version.
 
-        A module is adopted as it is, without a copy. A directory of safetensors is copied into the module the engine
-        holds, whoever else uses it. What is being decoded stops between two tokens, and goes on with the new weights
-        and keys and values recomputed under them; its completions then carry a version per token. Raises SyncError; the
-        old weights then stay whole.
+        A module is used as it is, without a copy. A directory of safetensors is copied into the engine's module, even
+        if others share it. Running requests stop between two tokens and continue under the new weights, with their KV
+        cache recomputed; their completions then have a version per token. Raises SyncError; the old weights are then
+        unchanged.
         """
 
         def load() -> int:
@@ -160,12 +160,12 @@ class TransformersEngine:
             raise SyncError(f"weights of version {ref.version} could not be loaded: {error}") from error
 
     async def sampled_tokens(self) -> int:
-        """Tokens sampled so far; while a batch decodes on an accelerator, a few more than its completions will have."""
+        """Tokens sampled so far; on an accelerator a few more than in the completions, while a batch decodes."""
         return self._thread.sampled
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Its tensors by their Hugging Face names, tied ones under each name: the live ones, but for what files have in
-        other shapes. EngineError with a PEFT adapter, whose merged tensors exist nowhere."""
+        """Its tensors by Hugging Face name, tied ones under each name. They are live, except those that files store in
+        other shapes. Raises EngineError with a PEFT adapter, whose merged tensors do not exist."""
         if self._lm is None:
             raise EngineError("the engine is closed")
         if self._lm.inner is not self._lm.module:
@@ -174,7 +174,7 @@ class TransformersEngine:
         return to_hub(inner, {name: tensor.detach() for name, tensor in inner.state_dict().items()})
 
     def close(self) -> None:
-        """End running calls with EngineError, then let go of model and thread. Calling it twice is allowed."""
+        """End running calls with EngineError, then release model and thread. Calling it twice is allowed."""
         self._thread.close()
         self._lm = None
 
