@@ -52,7 +52,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A per-token loss before aggregation, and details for the step's metrics; fields that are None are not reported."""
+    """A per-token loss before aggregation, and details for the metrics; what is None is not reported."""
 
     loss_BT: Tensor
     ratio_BT: Tensor | None = None

@@ -180,7 +180,7 @@ class _Head:
             yield vocab
 
     def logits(self, vocab: slice) -> Iterator[tuple[slice, Tensor]]:
-        """(tokens, their logits for this vocabulary slice). The caller may modify a tile; the next one overwrites it."""
+        """(tokens, their logits for this vocabulary slice). The caller may change it; the next tile overwrites it."""
         transform = self.settings.transform
         for tokens in self.tokens:
             shape = (tokens.stop - tokens.start, vocab.stop - vocab.start)

@@ -46,8 +46,8 @@ class TransformersEngine:
     max_batch_tokens: rows x longest possible length decoded together. Default: what a quarter of the machine's memory
         holds of this model's keys and values, or half of what is free on the GPU and no other engine of this process
         will take; at most 2**20.
-    max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
-        GPU) words. Neither bound changes what is sampled.
+    max_rows: completions decoded together; others wait for a free row. Default: as many as have 2**27 (2**29 on GPU)
+        logits together. Neither bound changes what is sampled.
     endless: requests may keep coming while others decode, so the engine gets its own thread and states how many it
         decodes at a time (`capacity`); otherwise engines of one process take turns, and each takes any number.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
