@@ -1,9 +1,8 @@
-"""Rows of a table, each to where it is wanted, with a gradient that is the same every time.
+"""Gathering rows of a table, with a deterministic gradient.
 
-The gradient of `table[index]` adds up what comes back from every place a row went to. On CPU torch adds it with several
-threads at once, in whatever order they come: the last bits of the sum differ from call to call. Here it is known
-beforehand where each row goes, so every row's parts are fetched together and summed in one fixed order, which also
-takes less time.
+The gradient of `table[index]` sums over every place a row was copied to. On CPU torch sums with several threads in
+arbitrary order, so the last bits differ from call to call. Here it is known beforehand where each row goes, so a row's
+parts are gathered together and summed in one fixed order, which is also faster.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from mrl.system.transfers import onto
 
 @dataclass(frozen=True)
 class Gather:
-    """Which of a table's N rows goes to each of P places, and the way back."""
+    """Which of a table's N rows goes to each of P places, and the inverse for the backward pass."""
 
     row_P: Tensor
     back: list[tuple[Tensor, Tensor]]
-    """(rows_R, places_RK): the rows that went to K places, one such pair for each K; a row is in one pair at most."""
+    """(rows_R, places_RK) for each K: the rows that are copied to K places, and those places."""
 
     def __call__(self, table_NF: Tensor) -> Tensor:
         """N×F → P×F."""

@@ -16,7 +16,7 @@ MAX_LOGITS = 1 << 25
 
 
 def score(lm: CausalLM, sequences: Sequence[TokenSequence], batch_tokens: int) -> list[list[float]]:
-    """Logprob of each completion token given what is before it, at each sequence's temperature."""
+    """Logprob of each completion token given all tokens before it, at each sequence's temperature."""
     results: list[list[float]] = [[] for _ in sequences]
     batches = list(_batches(sequences, batch_tokens))
     if batches:
@@ -45,10 +45,10 @@ def _batches(sequences: Sequence[TokenSequence], batch_tokens: int) -> Iterator[
 
 
 def _score_batch(lm: CausalLM, sequences: list[TokenSequence]) -> Tensor:
-    """The logprob of each token, [B, L], 0 where it is not asked for.
+    """The logprob of each token, [B, L]; 0 before the first column that holds a completion token.
 
-    Right-padded, so causality alone keeps padding out. Where the logits would be too many, columns go through in pieces
-    that continue from a cache.
+    Rows are right-padded, so causality alone keeps padding out. Where the logits would be too large, the columns are
+    computed in chunks with a KV cache.
     """
     tokens = [(*s.prompt_ids, *s.completion_ids) for s in sequences]
     rows, columns = len(tokens), max(map(len, tokens)) - 1  # nothing follows the last token
