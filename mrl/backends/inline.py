@@ -13,7 +13,7 @@ from typing import Any
 from mrl.backends import base
 from mrl.backends.base import Resources
 from mrl.errors import ConfigError, WorkerDied
-from mrl.system.threads import InTurn
+from mrl.system.threads import SerialExecutor
 
 
 class InlineHandle:
@@ -26,7 +26,7 @@ class InlineHandle:
         self.worker: Any | None = worker
         self.name = name
         self.timeout = timeout
-        self.blocking = InTurn(f"mrl-{name}")
+        self.blocking = SerialExecutor(f"mrl-{name}")
         self.asynchronous: set[asyncio.Task[Any]] = set()
         self.missed_deadline = False
 

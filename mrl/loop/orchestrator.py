@@ -107,7 +107,7 @@ class Orchestrator(RecordedRun):
         if self._evaluates() and (self.point is None or self.point.state.get("evaluation_due")):
             await self._evaluate()
         while self.step < self.total_steps and not self.stopping:
-            self.boundary = self._state() if self._settled() else None
+            self.boundary = self._state() if self._can_undo_step() else None
             self.scheduler.advance(self.step, self.version)
             self.step += 1
             try:
@@ -123,7 +123,7 @@ class Orchestrator(RecordedRun):
             if due and not last and not self.stopping:
                 await self._checkpoint(last=False)
 
-    def _settled(self) -> bool:
+    def _can_undo_step(self) -> bool:
         """Whether nothing is under way between two steps, so that a step can be given up as if it had not begun."""
         return self.config.overlap.async_mode == "off" and not self.config.overlap.by_group
 
@@ -217,7 +217,7 @@ class Orchestrator(RecordedRun):
 
     async def _evaluate(self) -> None:
         """Attempt the held-out tasks once each, with the same seeds every time."""
-        await self.scheduler.finish_begun()  # reward functions may draw from one generator of random numbers
+        await self.scheduler.finish_in_flight()  # reward functions may draw from one generator of random numbers
         self.boundary, self.evaluation_due = self._state(), True
         await self._unless_stopped(self._attempt_held_out())
         self.boundary, self.evaluation_due = None, False
@@ -252,7 +252,7 @@ class Orchestrator(RecordedRun):
     async def _checkpoint(self, *, last: bool) -> None:
         self.progress.stage("saving")
         if self.boundary is None:
-            await self.scheduler.finish_begun()
+            await self.scheduler.finish_in_flight()
         state = (self.boundary or self._state()) | {
             "tasks": fingerprint(self.prepared.tasks),
             "trackers": self.trackers.run_ids(),
@@ -307,7 +307,7 @@ class Orchestrator(RecordedRun):
         if self.point is not None:
             await self.actor.call("load_checkpoint", await self.backend.put(self.point.checkpoint.path))
         await self._first_sync()
-        await self.policy.introduce()
+        await self.policy.ask_capacity()
         return facts
 
     async def _first_sync(self) -> None:

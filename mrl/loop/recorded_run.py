@@ -22,10 +22,10 @@ from mrl.loop.resume import (
     check_same_run,
     check_same_tasks,
     find_resume_point,
-    how_to_go_on,
     random_state,
     record_options,
     resume_command,
+    resume_hint,
     set_random_state,
 )
 from mrl.loop.reward_trial import try_rewards
@@ -118,8 +118,8 @@ class RecordedRun(ABC):
         self._tracker_ids: dict[str, str] = {}
         self._reset()
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._asked = asyncio.Event()
-        self._gives_up = False
+        self._stop_requested = asyncio.Event()
+        self._stop_cancels = False
         self.wording: Callable[[str], str] = str
         """How what is shown speaks of options: as flags, as arguments, or as in recipes, which the record keeps to."""
 
@@ -165,7 +165,7 @@ class RecordedRun(ABC):
                 outcome = "interrupted"
             warnings = self._sum_up(outcome)
             if self.stopping and outcome != "finished":
-                self._note(how_to_go_on(self.run_dir))
+                self._note(resume_hint(self.run_dir))
             self.store.finish(outcome)
         except BaseException as error:
             if self.stopping and isinstance(error, asyncio.CancelledError):  # asked twice
@@ -222,7 +222,7 @@ class RecordedRun(ABC):
         await self.backend.close()
         self._clean_up()
         self._reset()
-        self._go_to_point(self.store)
+        self._rewind_to_checkpoint(self.store)
         self.store.event("restart", message)  # of no step, so that no further restart forgets it
         if self.point is None:
             set_random_state(self._random_before)
@@ -244,7 +244,7 @@ class RecordedRun(ABC):
 
     def end_at_once(self, number: int) -> NoReturn:
         """End the process, from within a signal handler, saying what was kept."""
-        end_process(number, f"stopped at once. {how_to_go_on(self.run_dir)}")
+        end_process(number, f"stopped at once. {resume_hint(self.run_dir)}")
 
     # --- what a subclass does ---------------------------------------------------------------------------------------
 
@@ -275,15 +275,15 @@ class RecordedRun(ABC):
 
         For what a resumed run does again; an error in it is then of no interest.
         """
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
-        self._gives_up = True
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._stop_requested.wait())
+        self._stop_cancels = True
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
             if self.stopping and not (task.done() and task.exception() is None):
                 raise Stopped
             return await task
         finally:
-            self._gives_up = False
+            self._stop_cancels = False
             asked.cancel()
             if not task.done():
                 task.cancel()
@@ -371,14 +371,14 @@ class RecordedRun(ABC):
         store = RunStore.reopen(self.run_dir)
         try:
             record_options(self.run_dir, self.config)
-            self._go_to_point(store)
+            self._rewind_to_checkpoint(store)
             store.event("resume", f"going on after step {self.step}", step=self.step)
         except BaseException:
             store.close()  # lets another process have the run
             raise
         return store
 
-    def _go_to_point(self, store: RunStore) -> None:
+    def _rewind_to_checkpoint(self, store: RunStore) -> None:
         """Forget what came after the checkpoint, or all of it where there is none."""
         self.step = 0 if self.point is None else self.point.state["step"]
         store.rewind(self.step if self.point is not None else -1)
@@ -393,8 +393,8 @@ class RecordedRun(ABC):
         if self.stopping:
             return
         self.stopping = True
-        self._asked.set()
+        self._stop_requested.set()
         if hasattr(self, "store"):
             why = "interrupted" if self.signal in (None, signal.SIGINT) else signal.Signals(self.signal).name
-            what = "giving up what is under way" if self._gives_up else "finishing this step"
+            what = "giving up what is under way" if self._stop_cancels else "finishing this step"
             self._note(f"{why}: {what} and writing a checkpoint (Ctrl-C again to stop at once)")

@@ -28,7 +28,7 @@ def reward_resources() -> Resources:
     return Resources()
 
 
-def check_place(config: OrchestratorConfig, *workers: Resources) -> None:
+def check_resources(config: OrchestratorConfig, *workers: Resources) -> None:
     """Raise ConfigError when the run's backend cannot have such workers, or an option of its own will not do."""
     check_backend(config.runtime.backend, config.runtime.backend_options, list(workers))
 

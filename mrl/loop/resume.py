@@ -75,7 +75,7 @@ def find_resume_point(run: Path) -> ResumePoint | None:
     return None if checkpoint is None else ResumePoint(checkpoint, checkpoint.state, problems)
 
 
-def how_to_go_on(run: Path) -> str:
+def resume_hint(run: Path) -> str:
     """What a run that was stopped has kept, and how to go on with it, in sentences."""
     if find_run(str(run)) is None:
         return "Nothing was kept: the run had not begun."

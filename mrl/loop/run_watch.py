@@ -49,7 +49,7 @@ class RunWatch:
         self._failures(f"step {step}", "rollouts", rollouts)
         self._truncation(step, rollouts)
         if self.config.algorithm.zero_variance_groups == "keep":  # else `no_update` tells it
-            self._agreement(step, groups)
+            self._zero_variance(step, groups)
 
     def look_at_evaluation(self, step: int, groups: list[Group]) -> None:
         """At the rollouts of an evaluation."""
@@ -100,7 +100,7 @@ class RunWatch:
                 f"as they were{so_far}"
             )
 
-    def _agreement(self, step: int, groups: list[Group]) -> None:
+    def _zero_variance(self, step: int, groups: list[Group]) -> None:
         scored = [rollout for group in groups for rollout in group.rollouts if is_scored(rollout)]
         if not scored:
             return
@@ -164,9 +164,9 @@ def _failed(reader: RunReader) -> list[str]:
 def _alike_steps(reader: RunReader) -> list[str]:
     agree = {step for step, share in reader.series("reward/zero_variance_groups") if share == 1.0}
     spread = dict(reader.series("reward/std"))
-    taught = reader.steps_with_advantage()
+    with_advantage = reader.steps_with_advantage()
     alike = [row for row in reader.steps() if row["step"] in agree]
-    alike = [row for row in alike if spread.get(row["step"]) == 0 or row["step"] not in taught]
+    alike = [row for row in alike if spread.get(row["step"]) == 0 or row["step"] not in with_advantage]
     if not alike or len(alike) < len(spread) / 2:
         return []
     constant = _constant([row[name] for row in alike for name in ("reward_min", "reward_max")])

@@ -93,14 +93,14 @@ class Scheduler(ABC):
         self.dropped: list[Group] = []
         self.counts = _no_counts()
         self.draws_again = self.endings = 0
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
 
     # --- what the loop calls ----------------------------------------------------------------------------------------
 
     def advance(self, trained: int, version: int) -> None:
         """Step `trained` is behind us and the samplers serve `version`: begin what may begin now."""
         self.trained = trained
-        self._give_up_stale(version)
+        self._drop_stale(version)
         self._draw_up_to(self._limit())
         for batch in self._may_begin():
             batch.version, batch.stage = version, "generating"
@@ -127,11 +127,11 @@ class Scheduler(ABC):
     async def drain(self) -> None:
         """Return when nothing is being sampled, so that the weights can change between completions. Never raises: what
         has failed is raised when its step comes."""
-        while self.generating() and not self._stopped_the_rest():
-            await self._next_news()
+        while self.generating() and not self._stop_surplus():
+            await self._next_change()
 
     @abstractmethod
-    async def finish_begun(self) -> None:
+    async def finish_in_flight(self) -> None:
         """Wait for what is under way, where a checkpoint has to hold it so that a resumed run is the same run.
 
         What fails is raised when its step comes."""
@@ -190,7 +190,7 @@ class Scheduler(ABC):
         """A step's tasks as they are attempted: together, or each by itself."""
 
     @abstractmethod
-    def _could_have_begun(self, stored: dict[str, Any]) -> bool:
+    def _accepts_stored(self, stored: dict[str, Any]) -> bool:
         """Whether a stored batch is one of this way's."""
 
     @abstractmethod
@@ -217,13 +217,13 @@ class Scheduler(ABC):
     def _raises(self, batch: TaskBatch, step: int) -> bool:
         """Whether an error in this batch is raised at this step."""
 
-    def _give_up_stale(self, version: int) -> None:  # noqa: B027 - most ways have nothing to do
+    def _drop_stale(self, version: int) -> None:  # noqa: B027 - most ways have nothing to do
         """Give up what will be too old for every step to come."""
 
     def _after_taking(self) -> None:  # noqa: B027
         """A step has its groups."""
 
-    def _stopped_the_rest(self) -> bool:
+    def _stop_surplus(self) -> bool:
         """Whether what is still being sampled is not needed for the next step and was stopped."""
         return False
 
@@ -237,29 +237,29 @@ class Scheduler(ABC):
         resamples = 0
         while True:
             self._raise_errors(step)
-            self._give_up_stale(version)
+            self._drop_stale(version)
             for batch in self._ready(step):
                 if self._enough(step, taken):
                     break
                 self.batches.remove(batch)
                 taken.append(batch)
                 if missing := self._missing(step, taken):
-                    self._draw_again(step, missing, taken)
+                    self._resample(step, missing, taken)
                     resamples += 1
             if self._enough(step, taken):
                 return resamples
             self.advance(self.trained, version)
             assert any(batch.stage != "waiting" for batch in self.batches), "a step waits for what nobody attempts"
-            await self._next_news()
+            await self._next_change()
 
-    async def _next_news(self) -> None:
-        self.news.clear()
-        await self.news.wait()
+    async def _next_change(self) -> None:
+        self.changed.clear()
+        await self.changed.wait()
 
     async def _work(self, batch: TaskBatch) -> None:
         def generated() -> None:
             batch.stage = "generated"
-            self.news.set()
+            self.changed.set()
 
         try:
             await self.produce(batch, generated)
@@ -269,7 +269,7 @@ class Scheduler(ABC):
             batch.stage = "failed"  # nobody waits for it any more; its step raises the error
             raise
         finally:
-            self.news.set()
+            self.changed.set()
 
     def _raise_errors(self, step: int) -> None:
         for batch in self.batches:
@@ -304,7 +304,7 @@ class Scheduler(ABC):
                 self._add(TaskBatch(self.drawn, 0, part, epoch, again=self.draws_again if repeated else 0))
                 seen.update(part)
 
-    def _draw_again(self, step: int, count: int, taken: list[TaskBatch]) -> None:
+    def _resample(self, step: int, count: int, taken: list[TaskBatch]) -> None:
         """Further tasks for a step."""
         self.draws_again += 1
         epoch = self._epoch()
@@ -320,7 +320,7 @@ class Scheduler(ABC):
         self.batches.append(batch)
 
     def _check_stored(self, stored: dict[str, Any], tasks: int, known: dict[str, Task]) -> None:
-        if not self._could_have_begun(stored):
+        if not self._accepts_stored(stored):
             raise ConfigError(
                 "cannot resume: the checkpoint holds groups in flight, which with these options (async_mode, "
                 "max_staleness, over_sampling) are begun otherwise than they were; resume with the options as they were"

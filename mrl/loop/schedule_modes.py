@@ -28,14 +28,14 @@ class WholeBatches(Scheduler):
     """A step trains on the batch that was drawn for it, and where groups without a signal are resampled, on further
     tasks beside it, round by round. Nothing is left to chance."""
 
-    async def finish_begun(self) -> None:
+    async def finish_in_flight(self) -> None:
         works = [batch.work for batch in self.batches if batch.work is not None]
         await asyncio.gather(*works, return_exceptions=True)
 
     def _parts(self, indices: list[int]) -> list[list[int]]:
         return [indices]
 
-    def _could_have_begun(self, stored: dict[str, Any]) -> bool:
+    def _accepts_stored(self, stored: dict[str, Any]) -> bool:
         return stored["again"] > 0 or len(stored["indices"]) == self.sizes.get(stored["step"])
 
     def _may_begin(self) -> list[TaskBatch]:
@@ -73,13 +73,13 @@ class SingleTasks(Scheduler):
         """Tasks of later steps that may begin early."""
         return math.ceil(self.order.batch_size * (self.overlap.over_sampling - 1))
 
-    async def finish_begun(self) -> None:
+    async def finish_in_flight(self) -> None:
         """Nothing is waited for: no two runs are the same."""
 
     def _parts(self, indices: list[int]) -> list[list[int]]:
         return [[index] for index in indices]
 
-    def _could_have_begun(self, stored: dict[str, Any]) -> bool:
+    def _accepts_stored(self, stored: dict[str, Any]) -> bool:
         return len(stored["indices"]) == 1
 
     def _may_begin(self) -> list[TaskBatch]:
@@ -105,14 +105,14 @@ class SingleTasks(Scheduler):
         return sorted(done, key=lambda batch: (batch.version, batch.ended))
 
     def _enough(self, step: int, taken: list[TaskBatch]) -> bool:
-        given_up = max(0, self._useless(taken) - self._replaceable(step))
+        given_up = max(0, self._without_signal(taken) - self._replaceable(step))
         return self._with_signal(taken) >= self.sizes[step] - given_up
 
     def _missing(self, step: int, taken: list[TaskBatch]) -> int:
-        useless = self._useless(taken)
-        return int(bool(self._useless(taken[-1:])) and useless <= self._replaceable(step))
+        useless = self._without_signal(taken)
+        return int(bool(self._without_signal(taken[-1:])) and useless <= self._replaceable(step))
 
-    def _useless(self, taken: list[TaskBatch]) -> int:
+    def _without_signal(self, taken: list[TaskBatch]) -> int:
         return len(taken) - self._with_signal(taken)
 
     def _replaceable(self, step: int) -> int:
@@ -121,7 +121,7 @@ class SingleTasks(Scheduler):
     def _raises(self, batch: TaskBatch, step: int) -> bool:
         return True
 
-    def _give_up_stale(self, version: int) -> None:
+    def _drop_stale(self, version: int) -> None:
         if self.overlap.stale_rollouts == "correct":
             return
         for batch in [b for b in self.batches if b.stage not in ("waiting", "failed")]:
@@ -129,7 +129,7 @@ class SingleTasks(Scheduler):
             if behind <= self.overlap.ahead:
                 continue
             if self.overlap.async_mode != "queue":
-                self._begin_once_more(batch)
+                self._restart_batch(batch)
                 continue
             # Another task is drawn: this one would only take too long once more.
             self.batches.remove(batch)
@@ -138,13 +138,13 @@ class SingleTasks(Scheduler):
             self.counts["dropped"] += 1
             bound = f"max_staleness: {self.overlap.ahead}"
             self._leave_out(batch, f"{DROPPED}sampled by weights {behind} versions old ({bound})")
-            self._draw_again(batch.step, 1, [])
+            self._resample(batch.step, 1, [])
 
     def _after_taking(self) -> None:
         if self.overlap.async_mode == "off":  # nothing is generated while the actor trains
             self._stop_generating()
 
-    def _stopped_the_rest(self) -> bool:
+    def _stop_surplus(self) -> bool:
         ended = sum(batch.stage in ("generated", "done") for batch in self.batches)
         if not self.surplus or ended < self.sizes.get(self.trained + 2, 0):
             return False
@@ -157,9 +157,9 @@ class SingleTasks(Scheduler):
 
     def _stop_generating(self) -> None:
         for batch in [batch for batch in self.batches if batch.stage == "generating"]:
-            self._begin_once_more(batch)
+            self._restart_batch(batch)
 
-    def _begin_once_more(self, batch: TaskBatch) -> None:
+    def _restart_batch(self, batch: TaskBatch) -> None:
         """Give up what is under way, or has ended too late; the same tasks wait once more."""
         if batch.work is not None:
             batch.work.cancel()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mrl.modeling.gather import Gather, make_gather
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 BLOCK_SHORTEST = 0.75
 """A block's shortest row has at least this share of its longest one's tokens; shorter rows start another block."""
@@ -83,8 +83,10 @@ def make_line(
     filled_P = np.nonzero(filled_M)[0]
     first_N = filled_P[np.unique(token_M[filled_P], return_index=True)[1]]
     line = Line(
-        ids_1N=onto(device, torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])))[None],
-        positions_1N=onto(device, torch.from_numpy(np.concatenate(positions).astype(np.int64)))[None],
+        ids_1N=to_device(device, torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])))[
+            None
+        ],
+        positions_1N=to_device(device, torch.from_numpy(np.concatenate(positions).astype(np.int64)))[None],
         blocks=blocks,
         to_places=make_gather(token_M, device, filled_M),
         to_line=make_gather(first_N, device),

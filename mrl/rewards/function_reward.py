@@ -193,7 +193,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def resolve(result: Any, error: BaseException | None) -> None:
         if not future.done():
             future.set_exception(error) if error is not None else future.set_result(result)
 
@@ -210,7 +210,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         except BaseException as caught:
             error = caught
         with contextlib.suppress(RuntimeError):  # the loop was closed after a time-out: nobody waits
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(resolve, result, error)
 
     threading.Thread(target=work, name=f"reward-{function_name(function)}", daemon=True).start()
     return await future

@@ -16,7 +16,7 @@ class CheckpointSync(WeightSync):
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         own(self.folder)
-        dtype = self.what(workers)["dtype"]
+        dtype = self.publish_options(workers)["dtype"]
         ref: WeightRef = await actor.call("write_model", str(self.folder), version, dtype=dtype)
         return ref
 

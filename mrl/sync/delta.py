@@ -28,7 +28,7 @@ class DeltaSync(WeightSync):
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         since, self.since_full = self.since_full, None  # should this fail, the next one is full
         full = since is None or since + 1 >= self.full_every
-        dtypes = {self.abilities[worker.name]["dtype"] for worker in workers}
+        dtypes = {self.capabilities[worker.name]["dtype"] for worker in workers}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         ref = await self._write(actor, "write_difference", self.folder, version, full=full, dtype=dtype)
         self.since_full = 0 if since is None or ref.base is None else since + 1

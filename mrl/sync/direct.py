@@ -21,8 +21,8 @@ class DirectSync(WeightSync):
     actor_machine: str | None = None
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
-        abilities = [self.abilities[worker.name] for worker in workers]
-        if self.shares_modules and all("module" in a["accepts"] for a in abilities):
+        capabilities = [self.capabilities[worker.name] for worker in workers]
+        if self.shares_modules and all("module" in a["accepts"] for a in capabilities):
             module: WeightRef = await actor.call("share_module", version)
             return module
         if self.memory is None:
@@ -33,8 +33,8 @@ class DirectSync(WeightSync):
             str(self.memory),
             version,
             # Where workers are spawned anywhere, one that replaces another may be on another machine than it was.
-            served=not self.shares_modules or any(a["machine"] != self.actor_machine for a in abilities),
-            **self.what(workers),
+            served=not self.shares_modules or any(a["machine"] != self.actor_machine for a in capabilities),
+            **self.publish_options(workers),
         )
         return ref
 

@@ -31,7 +31,7 @@ _SOFT_PAUSE = 1
 def submit(function: Callable[[], T], name: str, *, daemon: bool = True) -> Future[T]:
     """Run it on a thread of its own. If not a `daemon`, the process waits for it before it ends."""
     answer: Future[T] = Future()
-    threading.Thread(target=_settle, args=(answer, function), name=name, daemon=daemon).start()
+    threading.Thread(target=_run_into, args=(answer, function), name=name, daemon=daemon).start()
     return answer
 
 
@@ -41,7 +41,7 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
     return await asyncio.wrap_future(submit(functools.partial(context.run, function, *args), name))
 
 
-class InTurn:
+class SerialExecutor:
     """Calls one at a time, in their order, on a thread that lives while there are any.
 
     The thread does not keep the process from ending, so neither does a call that hangs.
@@ -80,11 +80,11 @@ class InTurn:
                     self._alive, self.running = False, None
                     return
                 self.running, function, answer = self._waiting.popleft()
-            _settle(answer, function)
+            _run_into(answer, function)
             del function, answer  # what they hold is not kept while the next one is waited for
 
 
-def give_back_team() -> None:
+def release_openmp_threads() -> None:
     """End the team of the thread that calls, where it has one; the next operation that wants one makes it anew.
 
     For threads that live on while others compute, such as a notebook's. Where torch's OpenMP has no way to do so
@@ -98,7 +98,7 @@ def give_back_team() -> None:
             ctypes.CDLL(str(library)).omp_pause_resource_all(_SOFT_PAUSE)
 
 
-def _settle(answer: Future[T], function: Callable[[], T]) -> None:
+def _run_into(answer: Future[T], function: Callable[[], T]) -> None:
     if not answer.set_running_or_notify_cancel():
         return
     try:

@@ -38,7 +38,7 @@ def hub_shapes(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass
-class Part:
+class FileTensors:
     """Tensors of files that become one or several of the model's."""
 
     target: str
@@ -59,22 +59,22 @@ class Part:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
-def from_hub(model: nn.Module, names: Iterable[str]) -> list[Part]:
+def from_hub(model: nn.Module, names: Iterable[str]) -> list[FileTensors]:
     """How the tensors of files, by their names there, become the model's."""
     conversions, own = copy.deepcopy(_conversions(model)), model.state_dict()
     if not conversions:
-        return [Part(name, [name]) for name in names]
+        return [FileTensors(name, [name]) for name in names]
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    parts: dict[str, Part] = {}
+    parts: dict[str, FileTensors] = {}
     for name in sorted(names, key=dot_natural_key):  # experts by their numbers
         target, pattern = rename_source_key(name, renamings, converters)
         if target not in own and name in own:
             target, pattern = name, None
-        part = parts.setdefault(target, Part(target))
+        part = parts.setdefault(target, FileTensors(target))
         part.names.append(name)
         if pattern is not None:
             part.converter = by_pattern[pattern]

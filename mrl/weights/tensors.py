@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.system.transfers import leaving
+from mrl.system.transfers import stream_to_host
 from mrl.weights.checksum import combine, sums_of
 
 FILE = "model.safetensors"
@@ -127,7 +127,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | N
     shares = {}
     with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
         file.write(head)
-        for name, here in leaving({name: tensors[name] for name in places}, dtype):
+        for name, here in stream_to_host({name: tensors[name] for name in places}, dtype):
             stored = here.contiguous()
             share = beside.submit(sums_of, name, stored)
             file.write(stored.reshape(-1).view(torch.uint8).numpy().data)
@@ -169,6 +169,6 @@ class MappedFile:
         """Copy the tensors in, and return the file's own."""
         # A device casts before they leave, so that less travels; in host memory the copy itself does.
         dtype = None if all(tensor.is_cpu for tensor in tensors.values()) else self.dtype
-        for name, here in leaving(tensors, dtype):
+        for name, here in stream_to_host(tensors, dtype):
             self.tensors[name].copy_(here)
         return self.tensors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mrl.backends.base import WorkerHandle
 from mrl.errors import EngineDied, EngineError, SyncError, WorkerDied
 from mrl.types import Completion, GenerateRequest
-from mrl.workers.rollout import Together
+from mrl.workers.rollout import CallBatch
 
 if TYPE_CHECKING:
     from mrl.sync.base import SyncReport, WeightSync
@@ -61,9 +61,9 @@ class RolloutPool:
         """For a worker with room, first come first served."""
         self.known: OrderedDict[Hashable, int] = OrderedDict()
         """Where a session, or a prompt, was sent last."""
-        self.departing: dict[int, list[asyncio.Future[Together]]] = {}
+        self.forming: dict[int, list[asyncio.Future[CallBatch]]] = {}
         """Requests of this turn of the event loop, by place."""
-        self.departures = itertools.count()
+        self.batch_numbers = itertools.count()
         self.updating = asyncio.Lock()
         self.last_sync: tuple[WeightSync, WorkerHandle] | None = None
         """What a new worker gets its weights with, and from whom."""
@@ -74,11 +74,11 @@ class RolloutPool:
         Raises EngineDied, WorkerDied and SyncError when workers are gone and cannot be replaced.
         """
         while True:
-            place = await self._room(request)
+            place = await self._acquire_place(request)
             worker = self.workers[place]
             try:
-                together = await self._departure(place) if self.capacity.get(worker.name, 1) is None else None
-                completions: list[Completion] = await worker.call("generate", [request], together)
+                call_batch = await self._join_batch(place) if self.capacity.get(worker.name, 1) is None else None
+                completions: list[Completion] = await worker.call("generate", [request], call_batch)
                 return completions[0]
             except (EngineDied, WorkerDied) as error:
                 await self._replace_dead(place, worker, error)
@@ -88,7 +88,7 @@ class RolloutPool:
                 self.load[place] -= 1
                 self._wake()
 
-    async def introduce(self) -> None:
+    async def ask_capacity(self) -> None:
         """Ask workers that are new how many requests they take. Done before the first requests, these go out at once
         and in their order."""
         for worker in self.workers:
@@ -110,7 +110,7 @@ class RolloutPool:
 
     # --- who gets a request -----------------------------------------------------------------------------------------
 
-    async def _room(self, request: GenerateRequest) -> int:
+    async def _acquire_place(self, request: GenerateRequest) -> int:
         """A place for one more request, counted as taken."""
         place = None if self.waiting else self._pick(request)
         while place is None:
@@ -144,20 +144,20 @@ class RolloutPool:
         capacity = self.capacity.get(self.workers[place].name, 1)  # 1 = it was not asked yet
         return capacity is None or self.load[place] < capacity
 
-    async def _departure(self, place: int) -> Together:
+    async def _join_batch(self, place: int) -> CallBatch:
         """Wait until every request of this turn of the event loop is known that goes to the same worker; which ones
         decode side by side decides the last bits of their numbers."""
-        waiting = self.departing.setdefault(place, [])
+        waiting = self.forming.setdefault(place, [])
         if not waiting:
-            asyncio.get_running_loop().call_soon(self._depart, place)
+            asyncio.get_running_loop().call_soon(self._send_batch, place)
         waiting.append(asyncio.get_running_loop().create_future())
         return await waiting[-1]
 
-    def _depart(self, place: int) -> None:
-        waiting = [turn for turn in self.departing.pop(place) if not turn.done()]
-        together = Together(next(self.departures), len(waiting))
+    def _send_batch(self, place: int) -> None:
+        waiting = [turn for turn in self.forming.pop(place) if not turn.done()]
+        call_batch = CallBatch(next(self.batch_numbers), len(waiting))
         for turn in waiting:
-            turn.set_result(together)
+            turn.set_result(call_batch)
 
     def _wake(self) -> None:
         """Let the first who waits look again."""
@@ -202,7 +202,7 @@ class RolloutPool:
         self.capacity.pop(old.name, None)
         self.workers[place] = await self.spawn(place)
         await method.catch_up(actor, self.workers[place])
-        await self.introduce()
+        await self.ask_capacity()
         self.down.discard(place)
         self._wake()
 

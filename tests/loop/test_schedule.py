@@ -278,7 +278,7 @@ async def test_a_checkpoint_holds_what_is_in_flight(mode: str) -> None:
     world = World(overlap)
     world.lasts = lambda index: 0.05 if index == 4 else 0.001
     first = ids(await world.train(1, seconds=0.01, in_flight=mode == "queue"))
-    await world.scheduler.finish_begun()
+    await world.scheduler.finish_in_flight()
     state = json.loads(json.dumps({"scheduler": world.scheduler.state_dict(), "order": world.order.state_dict()}))
     await world.scheduler.close()
     done = [t for t in state["scheduler"]["batches"] if "groups" in t]

@@ -79,7 +79,7 @@ def fingerprint(folder: str) -> str:
 
 async def pool_of(workers: list[Any]) -> RolloutPool:
     policy = RolloutPool(workers, 1000)
-    await policy.introduce()
+    await policy.ask_capacity()
     return policy
 
 

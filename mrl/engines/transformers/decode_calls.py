@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from mrl.engines.transformers.decode_queue import Call, Job, new_answer
 from mrl.errors import EngineError
-from mrl.system.threads import InTurn
+from mrl.system.threads import SerialExecutor
 from mrl.types import Completion, GenerateRequest
 
-_SHARED_THREAD = InTurn("mrl-engine")
+_SHARED_THREAD = SerialExecutor("mrl-engine")
 """The thread of all engines in this process that come to an end before another one begins."""
 
 
@@ -40,7 +40,7 @@ class DecodeThread:
 
     def __init__(self, decode: Decode, jobs_of: Callable[[Call], list[Job]], *, endless: bool = False) -> None:
         self._decode, self._jobs_of = decode, jobs_of
-        self._thread = InTurn("mrl-engine") if endless else _SHARED_THREAD
+        self._thread = SerialExecutor("mrl-engine") if endless else _SHARED_THREAD
         self.sampled = 0
         """Tokens so far: the decoding counts them."""
         self._lock = threading.Lock()
