@@ -46,7 +46,7 @@ class MRLTrainer:
         self._arguments: dict[str, Any] = {**options}
         self._given: GivenModel | None = None
         self.wording: Callable[[str], str] = self._in_arguments
-        """How what the run says speaks of options. The command line sets its own."""
+        """Rewords option names in what the run says. The command line sets its own."""
         try:
             self.config = config if config is not None else self._from_arguments()
             self.run_dir, self.resume = choose_run(self.config)

@@ -26,7 +26,7 @@ from mrl.workers.pool import RolloutPool
 from mrl.workers.scoring import TrainerState
 
 TASKS_AT_ONCE = 1024
-"""So many are begun together; the next ones when all of them have ended."""
+"""Tasks attempted at a time; the next ones start when all of them have ended."""
 
 
 @dataclass

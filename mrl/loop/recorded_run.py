@@ -121,10 +121,10 @@ class RecordedRun(ABC):
         self._stop_requested = asyncio.Event()
         self._stop_cancels = False
         self.wording: Callable[[str], str] = str
-        """How what is shown speaks of options: as flags, as arguments, or as in recipes, which the record keeps to."""
+        """Rewords option names in what is shown, as flags or arguments. The record has them as in recipes."""
 
     def _reset(self) -> None:
-        """Everything that training changes, as it is before it."""
+        """Reset everything that training changes."""
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
@@ -159,7 +159,7 @@ class RecordedRun(ABC):
             try:
                 await self._train_until_done()
                 outcome, checkpoint = "finished" if self._complete() else "interrupted", self._newest_checkpoint()
-            except Stopped:  # while it loaded: what there was before is what there is
+            except Stopped:  # while it loaded: there is no newer checkpoint
                 checkpoint = None if self.point is None else self.point.checkpoint.path
             if self.stopping and outcome != "finished":
                 outcome = "interrupted"
@@ -211,7 +211,7 @@ class RecordedRun(ABC):
                 await self._start_over(error)
 
     async def _start_over(self, error: WorkerDied) -> None:
-        """Everything as it was when the last checkpoint was written, or when the run began."""
+        """Go back to the last checkpoint, or to the beginning, with a new worker."""
         self.restarts += 1
         died_in, self.point = self.step, find_resume_point(self.run_dir)
         after = 0 if self.point is None else self.point.state["step"]
@@ -235,7 +235,7 @@ class RecordedRun(ABC):
     # --- being stopped ----------------------------------------------------------------------------------------------
 
     def request_stop(self, number: int) -> None:
-        """Have the run keep what it has trained and end. From any thread, and from a signal handler. number: the
+        """Ask the run to write a checkpoint and end. From any thread, and from a signal handler. number: the
         signal's."""
         self.signal = number
         if self._event_loop is not None:
@@ -273,7 +273,7 @@ class RecordedRun(ABC):
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. Raises Stopped, and cancels it, when the run is asked to stop before it has ended.
 
-        For what a resumed run does again; an error in it is then of no interest.
+        For work that a resumed run repeats: an error in it no longer matters then.
         """
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._stop_requested.wait())
         self._stop_cancels = True
@@ -324,7 +324,7 @@ class RecordedRun(ABC):
                 self._note(f"from here on the last bits may be others than without the stop: {', '.join(changed)}")
 
     def _changed_environment(self, now: dict[str, Any]) -> list[str]:
-        """What is another than when this run was started the last time."""
+        """What changed since this run was last started."""
         starts = [row for row in read_rows(self.run_dir, "events") if row["kind"] == "start"] if self.resume else []
         return differences(starts[-1].get("environment", {}), now) if starts else []
 

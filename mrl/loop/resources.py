@@ -29,7 +29,7 @@ def reward_resources() -> Resources:
 
 
 def check_resources(config: OrchestratorConfig, *workers: Resources) -> None:
-    """Raise ConfigError when the run's backend cannot have such workers, or an option of its own will not do."""
+    """Raise ConfigError when the run's backend cannot provide such workers, or has an option with a bad value."""
     check_backend(config.runtime.backend, config.runtime.backend_options, list(workers))
 
 

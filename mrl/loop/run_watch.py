@@ -1,5 +1,5 @@
-"""Watches for what goes wrong without ending a run: rollouts without a score, completions that are cut, rewards that
-teach nothing. Each cause is told when it is first seen and whenever it has doubled; the end has the sums."""
+"""Watches for what goes wrong without ending a run: rollouts without a score, completions that are cut, rewards
+without a signal. Each cause is reported when it is first seen and whenever it has doubled; the end has the sums."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mrl.system.units import plural
 from mrl.types import Group, Rollout, TrainBatch
 
 ALIKE_STEPS = 5
-"""Steps in a row in which no group's rewards differ before that is told: one or two are chance."""
+"""Steps in a row in which no group's rewards differ before a warning: one or two are chance."""
 TRUNCATED = 0.5
-"""Share of a step's completions that are cut from which on it is told."""
+"""Share of a step's completions that are cut, from which on there is a warning."""
 MOST_CAUSES = 8
-"""Causes that are told one by one: messages may hold text that is different every time."""
+"""Causes that are reported one by one: messages may hold text that is different every time."""
 
 
 @dataclass
 class _Tally:
     count: int = 0
     next: int = 1
-    """The count at which it is told again."""
+    """The count at which it is reported again."""
 
 
 class RunWatch:
@@ -48,7 +48,7 @@ class RunWatch:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         self._failures(f"step {step}", "rollouts", rollouts)
         self._truncation(step, rollouts)
-        if self.config.algorithm.zero_variance_groups == "keep":  # else `no_update` tells it
+        if self.config.algorithm.zero_variance_groups == "keep":  # else `no_update` reports it
             self._zero_variance(step, groups)
 
     def look_at_evaluation(self, step: int, groups: list[Group]) -> None:
@@ -60,7 +60,7 @@ class RunWatch:
         """A step had nothing to train on."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not any(map(is_scored, rollouts)):
-            return  # `look` tells that, and why
+            return  # `look` reports that, and why
         if not batch.num_sequences:
             constant = _constant([r.reward for r in rollouts if r.reward is not None])
             kind, why = "alike", "no group of rollouts differed in reward (see zero_variance_groups)"
@@ -132,7 +132,7 @@ class RunWatch:
         )
 
     def _count(self, key: str, amount: int) -> int:
-        """Adds to a tally. Returns its count when it is time to tell, else 0."""
+        """Adds to a tally. Returns its count when it is due to be reported, else 0."""
         tally = self._tallies.setdefault(key, _Tally())
         tally.count += amount
         if tally.count < tally.next:

@@ -1,25 +1,24 @@
-"""Experience ahead of time: which tasks are begun when, and which groups a step gets.
+"""Scheduling of rollouts: which tasks are started when, and which groups a step trains on.
 
 Tasks are drawn in batches, one for each step, and attempted ahead of training: those of step n may begin as soon as
 step n - 1 - `ahead` was trained, so that `ahead` = 0 is the synchronous loop and nothing else differs between the
-modes. There are two ways to hand them out (mrl/loop/schedule_modes.py). `WholeBatches`: a step gets the batch that was
+modes. Groups are handed out in two ways (mrl/loop/schedule_modes.py). `WholeBatches`: a step gets the batch that was
 drawn for it. `SingleTasks`: a step takes the groups that end first, whichever step their tasks were drawn for.
 
-What becomes of a TaskBatch, which is a step's whole batch or one of its tasks:
+The states of a TaskBatch, which is a step's whole batch or one of its tasks:
 
                begin            sampled            scored          take
     waiting ─────────▶ generating ─────▶ generated ─────▶ done ─────────▶ its step trains on it
        ▲                   │                 │             │
-       └───────────────────┴─────────────────┴─────────────┤ not needed by its step, or too old: begun once more
-                                                           └ too old, with `queue`: dropped, another task is drawn
-    generating or generated ─▶ failed: what went wrong is raised when its step comes
+       └───────────────────┴─────────────────┴─────────────┤ not needed by its step, or too old: restarted
+                                                           └ too old, with `queue`: dropped and resampled
+    generating or generated ─▶ failed: the error is raised when its step comes
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where groups without a signal are resampled, further tasks are
-drawn in their place as they are found out. What is drawn depends on rewards alone, which depend on the seed alone, and
+drawn in their place once they are scored. What is drawn depends on rewards alone, which depend on the seed alone, and
 every draw moves the data cursor that checkpoints hold.
 
-All times and orders that are left to chance are here: with whole batches there are none, and a run is the same every
-time.
+All nondeterminism of timing is here: with whole batches there is none, and a run is reproducible.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class Taken:
     seconds: dict[str, float]
     """What they took, by kind of work."""
     dropped: list[Group]
-    """Since the last step: what was generated and no step trains on; its rollouts say why."""
+    """Since the last step: groups that were generated and that no step trains on; their rollouts say why."""
     counts: dict[str, int]
     """Since the last step: groups that were `dropped` for their age, that were generated and `unused` because the step
-    had enough, and that were `stopped` before that. The latter two are begun once more."""
+    had enough, and that were `stopped` before that. The latter two are restarted."""
     resamples: int
-    """How often further tasks were drawn in the place of groups without a signal."""
+    """Rounds in which groups without a signal were resampled."""
 
     @property
     def groups(self) -> list[Group]:
@@ -98,7 +97,7 @@ class Scheduler(ABC):
     # --- what the loop calls ----------------------------------------------------------------------------------------
 
     def advance(self, trained: int, version: int) -> None:
-        """Step `trained` is behind us and the samplers serve `version`: begin what may begin now."""
+        """Step `trained` is done and the samplers serve `version`: start what may start now."""
         self.trained = trained
         self._drop_stale(version)
         self._draw_up_to(self._limit())
@@ -132,7 +131,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     async def finish_in_flight(self) -> None:
-        """Wait for what is under way, where a checkpoint has to hold it so that a resumed run is the same run.
+        """Wait for what is in flight, where a checkpoint has to hold it so that a resumed run is the same run.
 
         What fails is raised when its step comes."""
 
@@ -154,7 +153,7 @@ class Scheduler(ABC):
         return [group for batch in self.batches for group in batch.groups] + self.dropped
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel what is in flight."""
         works = [batch.work for batch in self.batches if batch.work is not None]
         for work in works:
             work.cancel()
@@ -163,7 +162,7 @@ class Scheduler(ABC):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: every batch that was drawn, with its groups where it is done. Others are begun once more."""
+        """Plain data: every batch that was drawn, with its groups where it is done. Others are restarted."""
         return {
             "drawn": self.drawn,
             "numbers": self.numbers,
@@ -174,7 +173,7 @@ class Scheduler(ABC):
 
     def load_state_dict(self, state: dict[str, Any], tasks: list[Task]) -> None:
         """Go on from `state_dict`. tasks: those that indices refer to. Raises ConfigError when options or tasks changed
-        so that what is in flight cannot be gone on with."""
+        so that what is in flight cannot be continued."""
         self.drawn, self.numbers, self.draws_again = state["drawn"], state["numbers"], state["draws_again"]
         self.sizes = {int(step): size for step, size in state["sizes"].items()}
         by_id = {task.id: task for task in tasks}
@@ -183,7 +182,7 @@ class Scheduler(ABC):
             self.batches.append(TaskBatch.from_state(stored, by_id))
         self.endings = max((batch.ended for batch in self.batches), default=0)
 
-    # --- what the ways differ in ------------------------------------------------------------------------------------
+    # --- what the modes differ in -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _parts(self, indices: list[int]) -> list[list[int]]:
@@ -191,7 +190,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _accepts_stored(self, stored: dict[str, Any]) -> bool:
-        """Whether a stored batch is one of this way's."""
+        """Whether a stored batch was started in this mode."""
 
     @abstractmethod
     def _may_begin(self) -> list[TaskBatch]:
@@ -211,20 +210,20 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _missing(self, step: int, taken: list[TaskBatch]) -> int:
-        """Tasks to draw in the place of groups without a signal, now that the last of `taken` was found out."""
+        """Tasks to resample for groups without a signal, now that the last of `taken` is known."""
 
     @abstractmethod
     def _raises(self, batch: TaskBatch, step: int) -> bool:
         """Whether an error in this batch is raised at this step."""
 
-    def _drop_stale(self, version: int) -> None:  # noqa: B027 - most ways have nothing to do
-        """Give up what will be too old for every step to come."""
+    def _drop_stale(self, version: int) -> None:  # noqa: B027 - most modes have nothing to do
+        """Drop what is too stale for the next step, and so for every later one."""
 
     def _after_taking(self) -> None:  # noqa: B027
         """A step has its groups."""
 
     def _stop_surplus(self) -> bool:
-        """Whether what is still being sampled is not needed for the next step and was stopped."""
+        """Stop what is still being sampled if the next step does not need it. Returns whether it did."""
         return False
 
     @abstractmethod
@@ -305,7 +304,7 @@ class Scheduler(ABC):
                 seen.update(part)
 
     def _resample(self, step: int, count: int, taken: list[TaskBatch]) -> None:
-        """Further tasks for a step."""
+        """Draw further tasks for a step."""
         self.draws_again += 1
         epoch = self._epoch()
         has = {index for batch in [*self.batches, *taken] if batch.step == step for index in batch.indices}

@@ -65,7 +65,7 @@ class WholeBatches(Scheduler):
 
 class SingleTasks(Scheduler):
     """A step takes the groups that end first. More tasks are begun than a step needs (`over_sampling`), and those that
-    end too late are stopped and begun once more, or with `queue` carried into the next step as long as they are not too
+    end too late are stopped and restarted, or with `queue` carried into the next step as long as they are not too
     old (`max_staleness`)."""
 
     @property
@@ -74,7 +74,7 @@ class SingleTasks(Scheduler):
         return math.ceil(self.order.batch_size * (self.overlap.over_sampling - 1))
 
     async def finish_in_flight(self) -> None:
-        """Nothing is waited for: no two runs are the same."""
+        """Waits for nothing: runs are not reproducible in this mode."""
 
     def _parts(self, indices: list[int]) -> list[list[int]]:
         return [[index] for index in indices]
@@ -91,7 +91,7 @@ class SingleTasks(Scheduler):
         for batch in self._waiting():
             if batch.step > limit:
                 if early >= self.surplus:
-                    continue  # a task drawn again for an earlier step may come after it
+                    continue  # a task resampled for an earlier step may come after it
                 early += 1
             found.append(batch)
         return found
@@ -131,7 +131,7 @@ class SingleTasks(Scheduler):
             if self.overlap.async_mode != "queue":
                 self._restart_batch(batch)
                 continue
-            # Another task is drawn: this one would only take too long once more.
+            # Resampled rather than restarted: the same task would only take too long again.
             self.batches.remove(batch)
             if batch.work is not None:
                 batch.work.cancel()
@@ -160,13 +160,13 @@ class SingleTasks(Scheduler):
             self._restart_batch(batch)
 
     def _restart_batch(self, batch: TaskBatch) -> None:
-        """Give up what is under way, or has ended too late; the same tasks wait once more."""
+        """Cancel a batch in flight, or set aside one that ended too late; its tasks wait to be attempted again."""
         if batch.work is not None:
             batch.work.cancel()
         again = TaskBatch(batch.step, batch.number, batch.indices, batch.epoch, batch.again)
         self.batches[self.batches.index(batch)] = again
         self.counts["unused" if batch.groups else "stopped"] += len(batch.indices)
-        self._leave_out(batch, f"{UNUSED}it ended when its step had enough groups (over_sampling) and is begun anew")
+        self._leave_out(batch, f"{UNUSED}it ended when its step had enough groups (over_sampling) and is restarted")
 
     def _leave_out(self, batch: TaskBatch, why: str) -> None:
         """Keep what was generated for the record; no step trains on it."""

@@ -70,7 +70,7 @@ async def spawn_rewards(
 
     args = reward_worker_args(config.reward)
     args["reward_funcs"] = await rewards_for(backend, args["reward_funcs"])
-    # With groups in the order in which they end, no run is like another: there, calls need not wait for each other.
+    # Where a step takes the groups that end first, runs are not reproducible, and calls need not wait for each other.
     args["seed"] = None if backend.shares_memory or config.overlap.by_group else config.training.seed
 
     async def spawn(index: int) -> WorkerHandle:

@@ -50,7 +50,7 @@ class FunctionReward:
 
     @property
     def logged(self) -> tuple[str, ...] | None:
-        """None = it may log metrics of any name; () = nothing it reads is `log_metric`."""
+        """None = it may log metrics of any name; () = it never reads `log_metric`."""
         takes = _reads_rest(self.function) if self._accepted is None else "log_metric" in self._accepted
         return None if takes else ()
 

@@ -34,15 +34,15 @@ class SyncReport:
     load_seconds: float
     """Until the last worker had answered."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Why, by the name of the worker: these do not hold the version."""
+    """Reason by worker name: these workers do not hold the version."""
 
 
 class WeightSync(ABC):
     """Implemented by one file per method in this package.
 
-    folder: a directory of its own, for methods that pass weights through files. deadline: seconds that publishing may
-    take, and loading. lora: the policy is an adapter; `adapter` sends it alone to workers that can take it, `merged`
-    sends all weights with it added. shares_modules: actor and workers live in one process.
+    folder: a directory of its own, for methods that pass weights through files. deadline: seconds for publishing, and
+    for loading. lora: the policy is an adapter; `adapter` sends the adapter alone to workers that accept it, `merged`
+    sends all weights with the adapter merged in. shares_modules: actor and workers live in one process.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WeightSync(ABC):
         return report
 
     async def update(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> SyncReport:
-        """The same, but workers that fail are reported instead. Raises SyncError when nothing could be published."""
+        """Like `sync`, but failed workers are in the report. Raises SyncError when nothing could be published."""
         start = perf_counter()
         failed = await self._ask_new_workers(workers)
         able = [worker for worker in workers if worker.name not in failed]
@@ -96,10 +96,10 @@ class WeightSync(ABC):
 
     @abstractmethod
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
-        """Let the actor put its weights where these workers find them. Raises SyncError."""
+        """Have the actor write its weights where these workers find them. Raises SyncError."""
 
     async def load(self, worker: WorkerHandle, ref: WeightRef) -> dict[str, Any]:
-        """Let one worker take them. Returns its answer."""
+        """Have one worker load them. Returns its answer: the version and the checksum of what it holds."""
         answer: dict[str, Any] = await worker.call("update_weights", ref)
         return answer
 
@@ -123,7 +123,7 @@ class WeightSync(ABC):
     # --- inner ------------------------------------------------------------------------------------------------------
 
     async def _ask_new_workers(self, workers: list[WorkerHandle]) -> dict[str, str]:
-        """Ask workers not seen before what they take. Returns those that do not answer, and why."""
+        """Ask new workers which kinds of weights they accept. Returns those that do not answer, and why."""
         new = [worker for worker in workers if worker.name not in self.capabilities]
         calls = (worker.call("initialize_for_weight_sync") for worker in new)
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -138,7 +138,7 @@ class WeightSync(ABC):
         return failed
 
     async def _load_on(self, worker: WorkerHandle) -> str | None:
-        """Why the worker does not hold the current version; None when it does."""
+        """Load the current version on a worker. Returns why that failed; None when it did not."""
         assert self.current is not None
         try:
             what = f"loading version {self.current.version}"

@@ -1,4 +1,4 @@
-"""`checkpoint`: a whole model folder, and the engine made anew from it. Slow; for engines that can do nothing else."""
+"""`checkpoint`: a whole model folder, from which the engine is rebuilt. Slow; for engines that can do nothing else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`volume`: through a directory that several machines see (NFS, a Modal Volume, ...). Workers pull.
 
-A version is complete or absent: it is written under another name, brought to the disk itself, and renamed. Workers wait
-until their machine sees it, copy it to their own disk, and check what they copied: a network disk that breaks off then
-costs an error message and not a worker that reads mapped memory.
+A version is complete or absent: it is written under another name, fsynced, and renamed. Workers wait
+until their machine sees it, copy it to their own disk, and check what they copied: when the network disk
+fails, that is an error message, and not the crash of a worker that reads mapped memory.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def computing_environment(device: torch.device) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What of an environment is another one now, as `name before → now`; what either does not know is left out."""
+    """What changed between two environments, as `name before → now`; what either does not know is left out."""
     return [f"{name} {before[name]} → {now[name]}" for name in before if name in now and before[name] != now[name]]
 
 

@@ -1,6 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP: once to end in good order, twice to end at once.
 
-Slurm, Docker, Kubernetes and machines that are taken back send SIGTERM some seconds before they kill; a terminal that
+Slurm, Docker, Kubernetes and preempted machines send SIGTERM some seconds before they kill; a terminal that
 is closed sends SIGHUP.
 """
 
@@ -30,7 +30,7 @@ class Stopped(Exception):
 def interrupts(stop: Callable[[int], None], end: Callable[[int], None]) -> Iterator[None]:
     """Within it, the first of `SIGNALS` calls `stop` with its number, and every later one `end`.
 
-    Both are called in the midst of what the main thread is doing: they must not wait for anything. A signal that was
+    Both are called from a signal handler on the main thread: they must not wait for anything. A signal that was
     ignored stays ignored (`nohup` does that with SIGHUP), and the handlers from before are put back. Without effect off
     the main thread.
     """

@@ -36,7 +36,7 @@ def submit(function: Callable[[], T], name: str, *, daemon: bool = True) -> Futu
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """`asyncio.to_thread` on a thread that is not kept: given up, it holds up neither the loop nor the process."""
+    """`asyncio.to_thread` on a thread of its own, not a pool's: cancelled, it blocks neither the loop nor the exit."""
     name, context = f"mrl-{getattr(function, '__name__', 'work')}", contextvars.copy_context()
     return await asyncio.wrap_future(submit(functools.partial(context.run, function, *args), name))
 
@@ -85,7 +85,7 @@ class SerialExecutor:
 
 
 def release_openmp_threads() -> None:
-    """End the team of the thread that calls, where it has one; the next operation that wants one makes it anew.
+    """End the calling thread's OpenMP team, if it has one; the next operation that needs one starts another.
 
     For threads that live on while others compute, such as a notebook's. Where torch's OpenMP has no way to do so
     (before version 5.0), nothing happens.

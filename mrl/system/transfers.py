@@ -1,7 +1,7 @@
-"""Between the host and an accelerator, so that neither waits for the other without need.
+"""Copies between the host and an accelerator that wait no more than they must.
 
-An accelerator works through what it was given while the host goes on. A plain copy between the two makes the host wait
-until all of that is done. What goes to the device needs no waiting, and what comes back can come in one piece.
+Kernels run asynchronously while the host goes on. A plain copy makes the host wait until all of them are done. Copies
+to the device need not wait, and what comes back can come in one copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def to_device(device: torch.device, values: Sequence[Any] | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Values of the host as a tensor on the device. Nothing waits; on the CPU it is what `torch.tensor` makes."""
+    """Host values as a tensor on the device, without waiting; on the CPU it is what `torch.tensor` makes."""
     made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return made
@@ -24,7 +24,7 @@ def to_device(device: torch.device, values: Sequence[Any] | Tensor, dtype: torch
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Small tensors of one device in host memory, after one wait for all of them. On the CPU they are those given."""
+    """Small tensors of one device in host memory, with one synchronisation for all. On the CPU they are those given."""
     if all(tensor.is_cpu for tensor in tensors):
         return list(tensors)
     widest_first = sorted(range(len(tensors)), key=lambda at: -tensors[at].element_size())  # keeps each one aligned
@@ -94,7 +94,7 @@ class _HostCopy:
 
 
 class _CopyStream:
-    """The way from one device to the host: a stream, and two buffers that are used in turn."""
+    """Copies from one device to the host: a stream, and two buffers that are used in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
@@ -108,7 +108,7 @@ class _CopyStream:
             pinned = self.device.type == "cuda"
             self.buffers[self.count % 2] = torch.empty(given.nbytes, dtype=torch.uint8, pin_memory=pinned)
         host = self.buffers[self.count % 2][: given.nbytes].view(given.dtype).view(given.shape)
-        self.stream.wait_stream(self.module.current_stream(self.device))  # what is computed by now is what leaves
+        self.stream.wait_stream(self.module.current_stream(self.device))  # copy what is computed by now
         with self.module.stream(self.stream):
             host.copy_(given, non_blocking=True)
         event = self.module.Event()
@@ -116,7 +116,7 @@ class _CopyStream:
         return _HostCopy(name, given, host, event)
 
     def end(self) -> None:
-        """What comes next on the device comes after the copies: it may write to the tensors, or use their memory."""
+        """Later work on the device waits for the copies: it may write to the tensors, or reuse their memory."""
         self.module.current_stream(self.device).wait_stream(self.stream)
 
 

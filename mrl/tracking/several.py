@@ -41,7 +41,7 @@ class TrackerSet:
     """The trackers of one run, by their names in `report_to`.
 
     say: told once of each tracker that fails, does not keep up or does not finish; always called on the thread that
-    calls this object. Trackers run on a thread each, but for those that say `direct`.
+    calls this object. Each tracker runs on a thread of its own, except those with `direct`.
     """
 
     def __init__(self, names: Iterable[str], say: Callable[[str], None]) -> None:
@@ -169,7 +169,7 @@ class _QueuedTracker(_DirectTracker):
                 self._changed.notify()
 
     def run_id(self) -> str | None:
-        """As above; the first time, a tracker that is still starting gets a moment to learn it."""
+        """As above; the first time, it waits for a tracker that is still starting."""
         if self._thread is not None and super().run_id() is None and self._may_wait:
             self._may_wait = self._started.wait(START_SECONDS)
         return super().run_id()

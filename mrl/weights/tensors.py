@@ -38,7 +38,7 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGNMENT = 64
-"""Of the first tensor; each tensor's own follows from writing the widest types first."""
+"""Bytes, of the first tensor; the others are aligned because the widest types are written first."""
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | N
     """Write tensors to a new file, as `dtype` where they are floating-point, and return their checksum. Raises OSError.
 
     For files that are written once: bytes given to the system are faster than pages of a new file mapped one by one.
-    Each tensor is summed while it is written.
+    Each tensor's checksum is computed while it is written.
     """
     head, places, _ = layout(tensors, dtype)
     shares = {}
@@ -167,7 +167,7 @@ class MappedFile:
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors in, and return the file's own."""
-        # A device casts before they leave, so that less travels; in host memory the copy itself does.
+        # On a device, cast before the transfer, so that it is smaller; in host memory the copy itself casts.
         dtype = None if all(tensor.is_cpu for tensor in tensors.values()) else self.dtype
         for name, here in stream_to_host(tensors, dtype):
             self.tensors[name].copy_(here)

@@ -1,4 +1,4 @@
-"""The policy as rollout sources see it, however many workers are behind it and whichever of them die."""
+"""The policy as rollout sources see it: one client, over any number of workers, which may die and be replaced."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from mrl.sync.base import SyncReport, WeightSync
 
 _AFFINITY = 8
-"""Requests that a worker may be ahead of the idlest one and still get another whose prefix it has in its cache."""
+"""How many more requests than the idlest worker one may have and still get another whose prefix it has cached."""
 
 _PREFIXES_KNOWN = 8192
-"""Prompts and sessions of which it is remembered which worker has them in its cache."""
+"""Prompts and sessions for which the pool remembers which worker has them cached."""
 
 Spawn = Callable[[int], Awaitable[WorkerHandle]]
 
@@ -30,12 +30,12 @@ class RolloutPool:
 
     A request goes where the prefix it begins with is cached: a session's to the worker that has the session, equal
     prompts to the same worker, unless that one is well ahead of the idlest. Workers say how many requests they take at
-    the same time (`capacity`); the others wait here, so that a long completion holds up nobody. Those that take any
-    number keep an order of their own, and then requests that come together are spread the same way in every run.
+    a time (`capacity`); further requests wait here, so that a long completion holds up nobody. Workers that take any
+    number queue requests themselves; requests made at the same time are then spread the same way in every run.
 
-    A worker that dies, or cannot take new weights, is replaced by a new one with the weights published last, and what
-    it was asked runs again. max_model_len: tokens of prompt and completion together. spawn: makes a new worker for a
-    place; without it nothing is replaced. note: told of each that was. max_restarts: workers that may be replaced in
+    A worker that dies, or cannot take new weights, is replaced by a new one with the weights published last, and its
+    requests are retried. max_model_len: tokens of prompt and completion together. spawn: makes a new worker for a
+    place; without it nothing is replaced. note: told of each replacement. max_restarts: replacements allowed in
     all.
     """
 
@@ -66,7 +66,7 @@ class RolloutPool:
         self.batch_numbers = itertools.count()
         self.updating = asyncio.Lock()
         self.last_sync: tuple[WeightSync, WorkerHandle] | None = None
-        """What a new worker gets its weights with, and from whom."""
+        """The sync method and the actor that a replacement gets its weights from."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. A request that cannot be served ends with the reason "error".
@@ -89,8 +89,8 @@ class RolloutPool:
                 self._wake()
 
     async def ask_capacity(self) -> None:
-        """Ask workers that are new how many requests they take. Done before the first requests, these go out at once
-        and in their order."""
+        """Ask new workers how many requests they take. Called before the first requests, so that those are sent at once
+        and in order."""
         for worker in self.workers:
             if worker.name not in self.capacity:
                 self.capacity[worker.name] = await worker.call("capacity")
@@ -145,8 +145,8 @@ class RolloutPool:
         return capacity is None or self.load[place] < capacity
 
     async def _join_batch(self, place: int) -> CallBatch:
-        """Wait until every request of this turn of the event loop is known that goes to the same worker; which ones
-        decode side by side decides the last bits of their numbers."""
+        """Wait for the other requests to this worker in this turn of the event loop: which ones decode in one batch
+        decides the last bits of their logprobs."""
         waiting = self.forming.setdefault(place, [])
         if not waiting:
             asyncio.get_running_loop().call_soon(self._send_batch, place)
@@ -160,7 +160,7 @@ class RolloutPool:
             turn.set_result(call_batch)
 
     def _wake(self) -> None:
-        """Let the first who waits look again."""
+        """Let the first waiting request try again."""
         while self.waiting:
             turn = self.waiting.popleft()
             if not turn.done():
@@ -170,7 +170,7 @@ class RolloutPool:
     # --- workers that fail ------------------------------------------------------------------------------------------
 
     async def _replace_dead(self, place: int, worker: WorkerHandle, error: EngineError | WorkerDied) -> None:
-        """Once, however many of its requests failed."""
+        """Replace a dead worker once, however many of its requests failed."""
         if self.workers[place] is worker:
             self.down.add(place)
         async with self.updating:
@@ -208,5 +208,5 @@ class RolloutPool:
 
 
 def _prefixes(request: GenerateRequest) -> list[Hashable]:
-    """What its beginning may be known by, the surest first."""
+    """What its cached prefix may be found by, the surest first."""
     return [*([request.session] if request.session is not None else []), request.prompt_ids]

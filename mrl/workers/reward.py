@@ -51,7 +51,7 @@ class RewardWorker:
         )
         self._weights, self._timeout, self._seed = reward_weights, reward_timeout, seed
         self._random_lock = asyncio.Lock()
-        """Where functions get seeded random numbers, one call at a time draws from them."""
+        """With a seed, one call at a time: the generators are those of the whole process."""
 
     def check_rows(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
         """rows: task id and columns. Raises DataError naming the first task that a reward cannot score."""

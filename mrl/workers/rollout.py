@@ -23,20 +23,20 @@ from mrl.weights.delta import DeltaReader
 from mrl.weights.network import fetch
 
 DEFAULT_ACCEPTS = frozenset({"module", "weights"})
-"""Kinds of weights taken by an engine that says nothing about it: a live module, or a folder of tensors."""
+"""Kinds of weights that an engine without `accepts` takes: a live module, or a folder of tensors."""
 
 _LOADING = threading.Lock()
 """Engines that compute in this process take new weights one after the other: each of them uses every core."""
 
 
 STRAGGLER_SECONDS = 1.0
-"""How long calls that begin together wait for one that does not come."""
+"""How long the calls of a batch wait for one that does not come."""
 
 
 @dataclass(frozen=True)
 class CallBatch:
-    """Calls whose requests begin at the same moment, so that the same ones decode side by side in every run, however
-    long each call takes to arrive."""
+    """Calls that begin at the same moment, so that the same requests decode in one batch in every run, however long
+    each call takes to arrive."""
 
     number: int
     calls: int
@@ -57,7 +57,7 @@ class RolloutWorker:
         self.folder: Path | None = None
         self.deltas: DeltaReader | None = None
         self.arriving: dict[int, list[asyncio.Future[None]]] = {}
-        """Calls that wait for those they begin with."""
+        """Calls that wait for the others of their batch, by its number."""
 
     def load(self) -> None:
         """Serve the configured model as it is, as version 0. Raises ModelError, EngineError."""
@@ -87,13 +87,13 @@ class RolloutWorker:
             return {"version": version, "checksum": None if ref.checksum is None else self._held_checksum(ref)}
 
     def reload_from_checkpoint(self, path: str, version: int = 0) -> dict[str, Any]:
-        """Serve a checkpoint (a Hugging Face model folder) as `version`, with the engine made anew. Raises SyncError,
+        """Serve a checkpoint (a Hugging Face model folder) as `version`, with a new engine. Raises SyncError,
         EngineError, ModelError."""
         accepts = getattr(self.engine_class, "accepts", DEFAULT_ACCEPTS)
         if self.engine is not None and "model" in accepts:
             return self.update_weights(WeightRef(version, path=path, kind="model"))
         if "module" not in accepts:
-            raise SyncError("this engine cannot be made anew from a checkpoint; use weight_sync_method: reload")
+            raise SyncError("this engine cannot be rebuilt from a checkpoint; use weight_sync_method: reload")
         self.close()
         self.engine = self.engine_class.create(self.model_config.model_copy(update={"model": path}), **self.options)
         self.engine.version = version
@@ -104,7 +104,7 @@ class RolloutWorker:
     async def generate(self, requests: list[GenerateRequest], call_batch: CallBatch | None = None) -> list[Completion]:
         """One completion per request, in order, each with the version that produced it. Raises EngineError.
 
-        together: the calls that begin with this one.
+        call_batch: the calls that begin with this one.
         """
         if call_batch is not None and call_batch.calls > 1:
             await self._wait_for_batch(call_batch)
@@ -118,7 +118,7 @@ class RolloutWorker:
         return await self._ready().logprobs(sequences)
 
     def capacity(self) -> int | None:
-        """Requests it can work on at the same time, come when they may; None = it decodes one batch at a time."""
+        """Requests it can work on at a time, whenever they arrive; None = it decodes one batch at a time."""
         limit: int | None = getattr(self.engine, "capacity", None)
         return limit
 
@@ -160,7 +160,7 @@ class RolloutWorker:
     # --- inner ------------------------------------------------------------------------------------------------------
 
     async def _wait_for_batch(self, call_batch: CallBatch) -> None:
-        """Wait for the other calls; not for long, since one that was given up on the way never comes."""
+        """Wait for the other calls of the batch; not for long, since one that was cancelled on the way never comes."""
         arrived = self.arriving.setdefault(call_batch.number, [])
         arrived.append(asyncio.get_running_loop().create_future())
         if len(arrived) < call_batch.calls:
@@ -181,7 +181,7 @@ class RolloutWorker:
         return found
 
     def _localize(self, ref: WeightRef) -> WeightRef:
-        """The weights as something the engine loads: copied from a shared disk, with a difference added."""
+        """Weights the engine can load: pulled from a shared disk, fetched from the actor, or with a delta applied."""
         elsewhere = ref.machine is not None and ref.machine != machine_id()
         if ref.pull_seconds is None and ref.kind != "delta" and not elsewhere:
             return ref
