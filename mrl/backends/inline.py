@@ -70,8 +70,8 @@ class InlineHandle:
             answer.exception()  # nobody asks for it any more
 
     async def kill(self) -> None:
-        """End it: it is closed once the call it is in has ended, never during it. One that hangs is left behind, with
-        a warning; it keeps neither its caller nor the process from ending."""
+        """Close the worker once its current call has ended, never during it. One that hangs is left behind, with a
+        warning; it keeps neither its caller nor the process from ending."""
         worker, self.worker = self.worker, None
         if worker is None:
             return

@@ -51,7 +51,7 @@ class Checkpointing:
         last: bool,
         stopping: bool = False,
     ) -> None:
-        """state: what training goes on from, besides the actor's part. metrics: of this step, for `best_metric`.
+        """state: what training resumes from, besides the actor's part. metrics: of this step, for `best_metric`.
         served: file with the rollout workers' weights, where they are not the actor's. The last one is waited for.
         stopping: the run ends early, perhaps before what `best_metric` names was measured.
 

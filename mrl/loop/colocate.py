@@ -144,7 +144,7 @@ def gpu_shares(config: OrchestratorConfig, gpu: int, max_model_len: int) -> shar
 
 
 def gpu_memory(gpu: int) -> int:
-    """Of a GPU, by its number here, in bytes."""
+    """Memory of a GPU in bytes, by its number here."""
     import torch
 
     return int(torch.cuda.get_device_properties(gpu).total_memory)

@@ -102,7 +102,7 @@ class Orchestrator(RecordedRun):
             await self._last_checkpoint()
 
     async def _steps(self) -> None:
-        """Train until the end, or until asked to stop. Raises Stopped where that gives up what was under way."""
+        """Train until the end, or until asked to stop. Raises Stopped where that gives up what was in flight."""
         training = self.config.training
         if self._evaluates() and (self.point is None or self.point.state.get("evaluation_due")):
             await self._evaluate()
@@ -263,7 +263,7 @@ class Orchestrator(RecordedRun):
         await self.checkpoints.write(self.step, state, known, served=served, last=last, stopping=self.stopping)
 
     def _state(self) -> dict[str, Any]:
-        """What training goes on from after this step, besides the actor's part."""
+        """What training resumes from after this step, besides the actor's part."""
         return {
             "policy_version": self.version,
             "order": self.order.state_dict(),

@@ -206,7 +206,7 @@ def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
 
 
 def taken_of(taken: int, total: int | None) -> str:
-    """How many of how many. total: None = of a stream, which nobody counted."""
+    """How many rows were taken of how many, as text. total: None = a stream, which nobody counted."""
     return f"the first {taken}" if total is None else str(taken) if taken == total else f"{taken} of {total}"
 
 
@@ -248,7 +248,7 @@ def load_eval_rows(config: OrchestratorConfig) -> Loaded:
 
 
 def draw_eval(config: OrchestratorConfig, rows: list[Row]) -> list[Row]:
-    """The same draw for rows as for tasks."""
+    """The held-out rows of an evaluation: the same draw as for tasks."""
     return [rows[index] for index in _drawn(config, len(rows))]
 
 

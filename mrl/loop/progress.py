@@ -25,7 +25,7 @@ Handles = Callable[[], Sequence[WorkerHandle]]
 
 
 class RunProgress:
-    """The facts of one run, and who is told of them: the trackers that show them, and, once it is open, the store."""
+    """The facts of one run, passed on to the trackers that show them and, once it is open, to the store."""
 
     def __init__(self, trackers: TrackerSet) -> None:
         self.facts = Progress()
@@ -119,7 +119,7 @@ class WorkerWatch:
         return sampled
 
     def health(self) -> list[WorkerHealth]:
-        """Of every worker, as it was when it last answered."""
+        """The health of every worker when it last answered."""
         return [place.health for place in self._places.values()]
 
     def close(self) -> None:

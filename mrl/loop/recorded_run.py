@@ -51,7 +51,7 @@ GIVING_UP_SECONDS = 5.0
 
 @dataclass(repr=False)
 class RunResult:
-    """What a run came to."""
+    """The result of a run."""
 
     run_dir: Path
     status: Outcome

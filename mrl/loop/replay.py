@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass
 class Replay:
-    """What replaying a step gave."""
+    """The result of replaying a step."""
 
     step: int
     checkpoint: int

@@ -14,17 +14,17 @@ from mrl.rewards.functions import split_file
 
 
 def actor_resources(config: OrchestratorConfig) -> Resources:
-    """Of the worker that trains."""
+    """Resources of the worker that trains."""
     return Resources(*type_and_number(config.runtime.actor_gpu))
 
 
 def rollout_resources(config: OrchestratorConfig) -> Resources:
-    """Of each worker that generates."""
+    """Resources of each worker that generates."""
     return Resources(*type_and_number(config.runtime.rollout_gpu))
 
 
 def reward_resources() -> Resources:
-    """Of each worker that scores."""
+    """Resources of each worker that scores."""
     return Resources()
 
 
@@ -52,7 +52,7 @@ async def model_for(backend: Backend, config: OrchestratorConfig) -> dict[str, A
 
 
 def base_name(config: OrchestratorConfig) -> str:
-    """What an adapter that this run trains adapts, wherever a worker has loaded it from."""
+    """The base model of the adapter that this run trains, wherever a worker has loaded it from."""
     source = resolve_model(config.model.model)
     return base_of_adapter(source) or source
 

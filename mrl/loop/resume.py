@@ -43,7 +43,7 @@ NEVER = frozenset({"mode", "algorithm", "use_lora", "lora_r", "lora_target_modul
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on."""
+    """Where a run is resumed."""
 
     checkpoint: Checkpoint
     state: dict[str, Any]
@@ -128,7 +128,7 @@ def resumed_config(run: Path, given: dict[str, Any]) -> OrchestratorConfig:
 
 
 def record_options(run: Path, config: OrchestratorConfig) -> None:
-    """Replace a run's recorded options by those it goes on with."""
+    """Replace a run's recorded options by those it is resumed with."""
     partial = run / "config.yaml.partial"
     partial.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
     os.replace(partial, run / "config.yaml")

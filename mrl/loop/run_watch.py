@@ -34,7 +34,7 @@ class _Tally:
 
 
 class RunWatch:
-    """One run's. warn: tells the user, and writes it down."""
+    """The warnings of one run. warn: shows one to the user and records it."""
 
     def __init__(self, config: OrchestratorConfig, run: Path, warn: Callable[[str], None]) -> None:
         self.config, self.run, self.warn = config, run, warn
@@ -122,7 +122,7 @@ class RunWatch:
         if constant is None:
             return (
                 f"{last} all rewards of a group were equal, in every group: nothing is learned where they agree. Tasks "
-                "that are solved now and then would teach, and so may more num_generations"
+                "that are solved now and then would help, and so may more num_generations"
             )
         if constant >= PASS:
             return f"every reward was {constant:g} {last}: there is nothing left to learn from these tasks"

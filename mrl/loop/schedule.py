@@ -88,10 +88,12 @@ class Scheduler(ABC):
         self.batches: list[TaskBatch] = []
         """Drawn and not handed out yet, in order."""
         self.taking: list[TaskBatch] = []
-        """What the step that waits has so far."""
+        """What the waiting step has so far."""
         self.dropped: list[Group] = []
         self.counts = _no_counts()
-        self.draws_again = self.endings = 0
+        self.extra_draws = 0
+        """Draws beyond the first of a step; the seeds of resampled tasks derive from it."""
+        self.endings = 0
         self.changed = asyncio.Event()
 
     # --- what the loop calls ----------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ class Scheduler(ABC):
         return [group for batch in batches for group in batch.groups or batch.attempted]
 
     def in_flight(self) -> int:
-        """Groups that were begun and that no step has taken."""
+        """Groups that were started and that no step has taken."""
         return sum(len(batch.indices) for batch in self.batches if batch.stage != "waiting")
 
     def unused(self) -> list[Group]:
@@ -166,7 +168,7 @@ class Scheduler(ABC):
         return {
             "drawn": self.drawn,
             "numbers": self.numbers,
-            "draws_again": self.draws_again,
+            "draws_again": self.extra_draws,
             "sizes": {str(step): size for step, size in self.sizes.items()},
             "batches": [batch.state_dict() for batch in self.batches],
         }
@@ -174,7 +176,7 @@ class Scheduler(ABC):
     def load_state_dict(self, state: dict[str, Any], tasks: list[Task]) -> None:
         """Go on from `state_dict`. tasks: those that indices refer to. Raises ConfigError when options or tasks changed
         so that what is in flight cannot be continued."""
-        self.drawn, self.numbers, self.draws_again = state["drawn"], state["numbers"], state["draws_again"]
+        self.drawn, self.numbers, self.extra_draws = state["drawn"], state["numbers"], state["draws_again"]
         self.sizes = {int(step): size for step, size in state["sizes"].items()}
         by_id = {task.id: task for task in tasks}
         for stored in state["batches"]:
@@ -228,7 +230,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _seconds(self, taken: list[TaskBatch]) -> dict[str, float]:
-        """What they took together."""
+        """How long they took together, by kind of work."""
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
@@ -299,16 +301,16 @@ class Scheduler(ABC):
             for part in self._parts(indices):
                 # In a dataset smaller than a batch a task comes twice: a batch of its own, with a seed of its own.
                 repeated = not seen.isdisjoint(part)
-                self.draws_again += repeated
-                self._add(TaskBatch(self.drawn, 0, part, epoch, again=self.draws_again if repeated else 0))
+                self.extra_draws += repeated
+                self._add(TaskBatch(self.drawn, 0, part, epoch, again=self.extra_draws if repeated else 0))
                 seen.update(part)
 
     def _resample(self, step: int, count: int, taken: list[TaskBatch]) -> None:
         """Draw further tasks for a step."""
-        self.draws_again += 1
+        self.extra_draws += 1
         epoch = self._epoch()
         has = {index for batch in [*self.batches, *taken] if batch.step == step for index in batch.indices}
-        self._add(TaskBatch(step, 0, self.order.next_batch(count, avoid=has), epoch, again=self.draws_again))
+        self._add(TaskBatch(step, 0, self.order.next_batch(count, avoid=has), epoch, again=self.extra_draws))
 
     def _epoch(self) -> float:
         return self.order.epoch + self.order.position / self.order.num_tasks
@@ -322,7 +324,7 @@ class Scheduler(ABC):
         if not self._accepts_stored(stored):
             raise ConfigError(
                 "cannot resume: the checkpoint holds groups in flight, which with these options (async_mode, "
-                "max_staleness, over_sampling) are begun otherwise than they were; resume with the options as they were"
+                "max_staleness, over_sampling) would be scheduled in another way; resume with the options as they were"
             )
         if max(stored["indices"]) >= tasks or any(group["task"] not in known for group in stored.get("groups", [])):
             raise ConfigError(

@@ -59,12 +59,12 @@ class WholeBatches(Scheduler):
         return batch.step == step
 
     def _seconds(self, taken: list[TaskBatch]) -> dict[str, float]:
-        """Of all rounds, which came one after the other."""
+        """The sum over the rounds, which ran one after the other."""
         return {name: sum(batch.seconds.get(name, 0.0) for batch in taken) for name in _kinds(taken)}
 
 
 class SingleTasks(Scheduler):
-    """A step takes the groups that end first. More tasks are begun than a step needs (`over_sampling`), and those that
+    """A step takes the groups that end first. More tasks are started than it needs (`over_sampling`), and those that
     end too late are stopped and restarted, or with `queue` carried into the next step as long as they are not too
     old (`max_staleness`)."""
 
@@ -152,7 +152,7 @@ class SingleTasks(Scheduler):
         return True
 
     def _seconds(self, taken: list[TaskBatch]) -> dict[str, float]:
-        """Of the one that took longest: they run side by side."""
+        """Those of the batch that took longest: they run side by side."""
         return {name: max(batch.seconds.get(name, 0.0) for batch in taken) for name in _kinds(taken)}
 
     def _stop_generating(self) -> None:

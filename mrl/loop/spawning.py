@@ -65,7 +65,7 @@ async def spawn_rollout(
 async def spawn_rewards(
     backend: Backend, config: OrchestratorConfig, note: Callable[[str], None] = lambda message: None
 ) -> RewardPool:
-    """The workers that score. note: told of each that was replaced."""
+    """The workers that score. note: told of each replacement."""
     from mrl.workers.reward import RewardWorker
 
     args = reward_worker_args(config.reward)

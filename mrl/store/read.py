@@ -215,7 +215,7 @@ class RunReader:
         return errors, self.count(Filter(split)) - dropped
 
     def truncated(self) -> tuple[int, int]:
-        """Of training: completions that hit the token limit, and all that were generated."""
+        """In training: completions that hit the token limit, and all that were generated."""
         sql = (
             "SELECT coalesce(sum(finish_reason = 'length'), 0), count(finish_reason) FROM rollouts "
             "WHERE step_id % 2 = 0"
@@ -302,7 +302,7 @@ class RunReader:
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
-        """What is read inside belongs together, whatever is written meanwhile."""
+        """Reads inside see one state, whatever is written meanwhile."""
         with self._explained():
             self._connection.execute("BEGIN")
             try:

@@ -203,7 +203,7 @@ class RunStore:
             write_progress(db, self._progress)
 
     def _note_versions(self) -> None:
-        """Say so when the run goes on with other libraries than it began with."""
+        """Record an event when the run is resumed with other library versions than it began with."""
         try:
             before = json.loads((self.folder / VERSIONS).read_text())
         except (OSError, ValueError):

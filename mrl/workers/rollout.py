@@ -123,7 +123,7 @@ class RolloutWorker:
         return limit
 
     async def progress(self) -> dict[str, int | None]:
-        """For those who watch the run, while everything else goes on: the `version` served (None before the first
+        """For the run's progress display, answered while other calls run: the `version` served (None before the first
         weights) and the `sampled_tokens` since the engine was made (None where it does not count them)."""
         own = getattr(self.engine, "sampled_tokens", None)
         version = None if self.engine is None else self.engine.version
