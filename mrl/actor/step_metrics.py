@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mrl.system.transfers import fetch
+from mrl.system.transfers import to_host
 
 WITH_MAXIMUM = ("ratio", "logprob_gap")
 """Values whose maximum is reported too."""
@@ -62,7 +62,7 @@ class StepMetrics:
     def update(self, loss: Tensor, grad_norm: Tensor) -> tuple[float, float]:
         """Record an update's loss and gradient norm, and return them as floats. Synchronises with the device."""
         compared = [] if self.compared_2 is None else [self.compared_2]
-        loss_1, grad_norm_1, *compared = fetch(loss, grad_norm, *compared)
+        loss_1, grad_norm_1, *compared = to_host(loss, grad_norm, *compared)
         if compared:
             self.compared_tokens, self.unexplained_sum = compared[0].tolist()
         self.losses.append(loss_1.item())
@@ -81,7 +81,7 @@ class StepMetrics:
         """The step's metrics. Call after at least one update."""
         assert self.sums_M is not None
         parts = [self.sums_M, *([] if self.largest_M is None else [self.largest_M])]
-        (sums_M, *largest), weights = _split(fetch(*parts, *self.weights.sums), len(parts))
+        (sums_M, *largest), weights = _split(to_host(*parts, *self.weights.sums), len(parts))
         *sums, tokens = sums_M.tolist()
         with_maximum = [name for name in WITH_MAXIMUM if name in self.names]
         maxima = dict(zip(with_maximum, largest[0].tolist() if largest else [], strict=True))

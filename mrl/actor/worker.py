@@ -44,7 +44,7 @@ from mrl.system.environment import computing_environment
 from mrl.system.machine import machine_id
 from mrl.system.memory import claim, unclaimed
 from mrl.system.threads import submit
-from mrl.system.transfers import fetch, onto
+from mrl.system.transfers import to_device, to_host
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.weights.hub_names import check_round_trip
 
@@ -166,7 +166,7 @@ class ActorWorker:
         logprobs_BT = torch.zeros_like(tokens.mask_BT)
         for index in self._micro_batches(samples):
             part_BT = self._reference_logprobs(tokens.take(index))
-            logprobs_BT[onto(self.device, index), : part_BT.shape[1]] = part_BT
+            logprobs_BT[to_device(self.device, index), : part_BT.shape[1]] = part_BT
         pairs = zip(samples, logprobs_BT.tolist(), strict=True)
         return [values[: len(sample.completion_ids)] for sample, values in pairs]
 
@@ -180,7 +180,9 @@ class ActorWorker:
             part = tokens.take(index)
             reference_BT = self._reference_logprobs(part) if part.ref_logprobs_BT is None else part.ref_logprobs_BT
             kl_BT = estimate_kl(self._logprobs(self.model, part)[0], reference_BT, kl_estimator(self.algorithm))
-            kl_B[onto(self.device, index)] = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(dim=1, dtype=torch.float64)
+            kl_B[to_device(self.device, index)] = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(
+                dim=1, dtype=torch.float64
+            )
         kl: list[float] = kl_B.tolist()
         return kl
 
@@ -318,7 +320,7 @@ class ActorWorker:
         if self.keep_gradient_norms:
             named = ((name, p.grad) for name, p in self.model.named_parameters())
             norms = {name: grad.norm() for name, grad in named if grad is not None}
-            values = (value.item() for value in fetch(*norms.values()))
+            values = (value.item() for value in to_host(*norms.values()))
             self.gradient_norms = dict(zip(norms, values, strict=True))
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         total, grad_norm = metrics.update(loss, norm)
@@ -372,7 +374,7 @@ class ActorWorker:
         logprobs_BT, entropy_BT = torch.zeros_like(tokens.mask_BT), torch.zeros_like(tokens.mask_BT)
         for index in micro_batches:
             part = tokens.take(index)
-            place = (onto(self.device, index), slice(part.mask_BT.shape[1]))
+            place = (to_device(self.device, index), slice(part.mask_BT.shape[1]))
             logprobs_BT[place], entropy_BT[place] = self._logprobs(self.model, part, entropy=True)
         return logprobs_BT, entropy_BT
 

@@ -18,7 +18,7 @@ from mrl.modeling.head import find_head
 from mrl.modeling.packed_attention import NotPackableError, PackedSequence, pack_rows, watch_windows
 from mrl.modeling.precision import keep_logits_wide
 from mrl.modeling.token_batch import TokenBatch
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Forward:
         else:
             prompt_N = np.array([len(s.prompt_ids) for s in samples])[row_N]
             source_N = row_N * tokens.ids_BL.shape[1] + prompt_N + slot_N - 1
-        row_and_slot_2N = onto(self.device, torch.from_numpy(np.stack([row_N, slot_N]).astype(np.int64)))
+        row_and_slot_2N = to_device(self.device, torch.from_numpy(np.stack([row_N, slot_N]).astype(np.int64)))
         return Layout(row_and_slot_2N[0], row_and_slot_2N[1], make_gather(source_N, self.device), packed)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -172,7 +172,7 @@ def _packs_exactly(causal_lm: Any, config: Any, device: torch.device) -> bool:
             return False  # its window is in the mask, and packed rows have none
         for prompt, completion, place in zip(prompts, completions, places, strict=True):
             row_LH = run(input_ids=torch.tensor([prompt + completion], device=device), use_cache=False)[0][0]
-            if not torch.allclose(packed_NH[onto(device, torch.from_numpy(place))], row_LH, rtol=1e-3, atol=1e-4):
+            if not torch.allclose(packed_NH[to_device(device, torch.from_numpy(place))], row_LH, rtol=1e-3, atol=1e-4):
                 return False
     except (NotPackableError, TypeError, RuntimeError, AttributeError):
         return False

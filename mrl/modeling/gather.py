@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def make_gather(row_P: np.ndarray, device: torch.device, filled_P: np.ndarray | 
     rows_U, first_U, count_U = np.unique(row_P[place_Q], return_index=True, return_counts=True)
 
     def tensor(values: np.ndarray) -> Tensor:
-        return onto(device, torch.from_numpy(values.astype(np.int64)))
+        return to_device(device, torch.from_numpy(values.astype(np.int64)))
 
     back = []
     for count in np.unique(count_U):

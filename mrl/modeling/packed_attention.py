@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mrl.modeling.gather import Gather, make_gather
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 BLOCK_SHORTEST = 0.75
 """Within a block, every row has at least this share of the longest row's tokens; a shorter row starts a new block."""
@@ -82,9 +82,10 @@ def pack_rows(
     blocks, token_M, filled_M = _blocks(rows)
     filled_P = np.nonzero(filled_M)[0]
     first_N = filled_P[np.unique(token_M[filled_P], return_index=True)[1]]
+    ids_N = np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])
     packed = PackedSequence(
-        ids_1N=onto(device, torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])))[None],
-        positions_1N=onto(device, torch.from_numpy(np.concatenate(positions).astype(np.int64)))[None],
+        ids_1N=to_device(device, torch.from_numpy(ids_N))[None],
+        positions_1N=to_device(device, torch.from_numpy(np.concatenate(positions).astype(np.int64)))[None],
         blocks=blocks,
         to_places=make_gather(token_M, device, filled_M),
         to_packed=make_gather(first_N, device),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.sampling_estimates import SamplingFilter
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 from mrl.types import Sample, TrainBatch
 
 NO_FILTER = SamplingFilter()
@@ -44,7 +44,7 @@ class TokenBatch:
 
     def take(self, index: list[int]) -> TokenBatch:
         """The rows with these indices, trimmed to the longest of them."""
-        index_B = onto(self.mask_BT.device, index)
+        index_B = to_device(self.mask_BT.device, index)
         samples = [self.samples[i] for i in index]
         longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
         completion = max(len(s.completion_ids) for s in samples)
@@ -66,7 +66,7 @@ def make_token_batch(batch: TrainBatch, device: torch.device, version: int | Non
         filled = torch.zeros(len(values), width, dtype=dtype)
         for row, value in enumerate(values):
             filled[row, : len(value)] = torch.tensor(value, dtype=dtype)
-        return onto(device, filled)
+        return to_device(device, filled)
 
     mask_BT = table([s.mask for s in samples], completion, torch.float32)
     compared_BT = None
@@ -103,7 +103,7 @@ def _is_version(sample: Sample, version: int) -> list[bool]:
 
 def _advantages(batch: TrainBatch, table: Callable[..., Tensor], mask_BT: Tensor) -> Tensor:
     if not any(isinstance(advantage, list) for advantage in batch.advantages):
-        by_sample_B = onto(mask_BT.device, batch.advantages, torch.float32)
+        by_sample_B = to_device(mask_BT.device, batch.advantages, torch.float32)
         return by_sample_B[:, None].expand_as(mask_BT)
     by_token = [
         advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)

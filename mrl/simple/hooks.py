@@ -55,8 +55,8 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
     class Rollouts(Saved):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             sampler = super()._get_train_sampler(dataset)
-            # TRL's sampler draws an order per epoch from one generator and starts anew when a run is resumed: prompts
-            # would come again in the first epoch's order.
+            # TRL's sampler draws an order per epoch from one generator and starts over when a run is resumed: prompts
+            # would repeat the first epoch's order.
             for _ in range(recorder.epochs_done if sampler.shuffle else 0):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
             return sampler

@@ -79,7 +79,7 @@ def fingerprint(folder: str) -> str:
 
 async def pool_of(workers: list[Any]) -> RolloutPool:
     policy = RolloutPool(workers, 1000)
-    await policy.introduce()
+    await policy.ask_capacity()
     return policy
 
 
@@ -143,7 +143,7 @@ async def test_after_a_sync_the_logprobs_are_the_actors(
     assert isinstance(worker.engine, VLLMEngine)
     before = worker.engine.pid
     sizes = await train_and_sync(method, settings, worker, tmp_path)
-    assert (worker.engine.pid != before) == (method == "checkpoint"), "only then is the engine made anew"
+    assert (worker.engine.pid != before) == (method == "checkpoint"), "only then is the engine rebuilt"
     model_bytes = (Path(str(settings["model"])) / "model.safetensors").stat().st_size
     if kind == "lora-adapter":
         assert max(sizes) < model_bytes / 2, "only the adapter travels"

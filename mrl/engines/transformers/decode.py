@@ -43,7 +43,7 @@ from mrl.engines.transformers.prefill import Prefilled, Prefiller, TokenIds
 from mrl.engines.transformers.sampling import RowParams, sample
 from mrl.engines.transformers.static_step import StaticStep
 from mrl.engines.transformers.stop_strings import StopStrings
-from mrl.system.transfers import fetch, onto
+from mrl.system.transfers import to_device, to_host
 from mrl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -249,8 +249,8 @@ class _Batch:
     def place(self, part: Prefilled, slots_P: list[list[int]], total: int, *, fresh: bool) -> None:
         """Copy each of the part's prompts to its slots. fresh: the first of a batch, which allocates its tensors."""
         index = [p for p, slots in enumerate(slots_P) for _ in slots]
-        index_N = onto(self.device, index)
-        slots_N = onto(self.device, [slot for slots in slots_P for slot in slots])
+        index_N = to_device(self.device, index)
+        slots_N = to_device(self.device, [slot for slots in slots_P for slot in slots])
         room, max_length = (
             min(self.ids_BT.shape[1], FIRST_ROOM),
             max(row.state.max_length for row in self.rows if row is not None),
@@ -304,7 +304,7 @@ class _Batch:
 
     def collect(self) -> None:
         """Fetch the sampled tokens and deliver the completions of finished rows. Synchronises with the device."""
-        found = fetch(*(tensor for step in self.unseen for tensor in step))
+        found = to_host(*(tensor for step in self.unseen for tensor in step))
         self.unseen = []
         token_BK, logprob_BK, stop_BK, usable_BK = (torch.stack(found[kind::4], dim=1) for kind in range(4))
         steps = token_BK.shape[1]
@@ -349,7 +349,7 @@ class _Batch:
         if self.queue and self.lm.replaces_rows and self.next_requests():
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
-        kept_B = onto(self.device, kept)
+        kept_B = to_device(self.device, kept)
         self.rows = [self.rows[slot] for slot in kept]
         self.step.keep(kept_B)
         self.token_B = self.token_B[kept_B]
@@ -367,8 +367,8 @@ class _Batch:
         self.max_new_B1 = torch.tensor([row.state.max_new for row in rows])[:, None]
         self.host_first_step_B1 = torch.tensor([row.first_step for row in rows])[:, None]
         self.running_B = torch.tensor([row is not None for row in self.rows])
-        self.first_step_B = onto(device, self.host_first_step_B1[:, 0])
-        self.offset_B = onto(device, [row.offset for row in rows])
+        self.first_step_B = to_device(device, self.host_first_step_B1[:, 0])
+        self.offset_B = to_device(device, [row.offset for row in rows])
         self.measure()
 
     def measure(self) -> None:
@@ -390,4 +390,4 @@ def _step_of(lm: CausalLM, max_model_len: int) -> DecodeStep:
 def _stop_table(stop_ids: list[frozenset[int]], device: torch.device) -> Tensor:
     """Stop ids [B, S], padded with -1."""
     width = max(1, *map(len, stop_ids)) if stop_ids else 1
-    return onto(device, [[*sorted(ids), *[-1] * (width - len(ids))] for ids in stop_ids])
+    return to_device(device, [[*sorted(ids), *[-1] * (width - len(ids))] for ids in stop_ids])

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from mrl.engines.transformers.decode_queue import Call, RequestState, new_answer
 from mrl.errors import EngineError
-from mrl.system.threads import InTurn
+from mrl.system.threads import SerialExecutor
 from mrl.types import Completion, GenerateRequest
 
-_SHARED_THREAD = InTurn("mrl-engine")
+_SHARED_THREAD = SerialExecutor("mrl-engine")
 """Shared by the engines of this process that are not `endless`: they take turns."""
 
 
@@ -45,7 +45,7 @@ class DecodeThread:
         self, decode: Decode, request_states: Callable[[Call], list[RequestState]], *, endless: bool = False
     ) -> None:
         self._decode, self._states_of = decode, request_states
-        self._thread = InTurn("mrl-engine") if endless else _SHARED_THREAD
+        self._thread = SerialExecutor("mrl-engine") if endless else _SHARED_THREAD
         self.sampled = 0
         """Tokens sampled so far; the decode loop counts them."""
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from mrl.engines.transformers.kv_cache import GrowingCache
 from mrl.engines.transformers.model import CausalLM
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 TokenIds = tuple[int, ...]
 
@@ -35,7 +35,7 @@ class Prefilled:
         """A copy with one prompt only, so that the others' memory can be freed."""
         assert isinstance(self.cache, GrowingCache)
         cache = self.cache.empty()
-        index = onto(self.logits_PV.device, [row])
+        index = to_device(self.logits_PV.device, [row])
         cache.put(torch.zeros_like(index), 1, self.cache, index, len(self.prompts[row]), room=0)
         return Prefilled([self.prompts[row]], cache, self.logits_PV[row : row + 1].clone())
 
@@ -89,7 +89,7 @@ class Prefiller:
         logits_PV = _forward(self.lm, rests, cache)
         if min(map(len, rests)) < longest:  # close the gap between the prefix and a shorter rest
             columns_T = torch.arange(shared + longest, device=self.lm.device)
-            gap_P1 = onto(self.lm.device, [[longest - len(rest)] for rest in rests])
+            gap_P1 = to_device(self.lm.device, [[longest - len(rest)] for rest in rests])
             moved_PT = (columns_T - gap_P1).clamp(min=0)
             cache.take(torch.where(moved_PT < shared, moved_PT, columns_T))
         return Prefilled(prompts, cache, logits_PV)
@@ -98,8 +98,8 @@ class Prefiller:
 def _forward(lm: CausalLM, prompts: list[TokenIds], cache: Cache) -> Tensor:
     """Logits after each of the left-padded token sequences, [P, V]; `cache` holds the tokens before them."""
     longest, before = max(map(len, prompts)), cache.get_seq_length()
-    ids_PT = onto(lm.device, [(0,) * (longest - len(p)) + p for p in prompts])
-    padding_P1 = onto(lm.device, [[longest - len(p)] for p in prompts])
+    ids_PT = to_device(lm.device, [(0,) * (longest - len(p)) + p for p in prompts])
+    padding_P1 = to_device(lm.device, [[longest - len(p)] for p in prompts])
     columns_T = torch.arange(longest, device=lm.device)
     positions_PT = before + (columns_T - padding_P1).clamp(min=0)
     real_PL: Tensor | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 from mrl.types import SamplingParams
 
 _CHUNK = 128
@@ -46,11 +46,11 @@ class RowParams:
         """One row per element of `params` and of `seeds`."""
 
         def column(values: list[float] | list[int] | list[bool], off: float, dtype: torch.dtype) -> Tensor | None:
-            return onto(device, values, dtype) if any(v != off for v in values) else None
+            return to_device(device, values, dtype) if any(v != off for v in values) else None
 
         temperature_B = column([p.temperature or 1.0 for p in params], 1.0, torch.float32)
         return cls(
-            seed_B=onto(device, seeds, torch.int64),
+            seed_B=to_device(device, seeds, torch.int64),
             temperature_B1=None if temperature_B is None else temperature_B[:, None],
             greedy_B=column([p.temperature == 0 for p in params], False, torch.bool),
             top_k_B=column([p.top_k for p in params], 0, torch.int64),

@@ -19,7 +19,7 @@ from mrl.engines.transformers.kv_cache import GrowingCache
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled
 from mrl.engines.transformers.static_cache import StaticCache
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 WARM_UP_STEPS = 3
 """Steps of a size before it is recorded: a recording has a cost, which a size that is soon left does not earn."""
@@ -68,7 +68,7 @@ class StaticStep:
             self.logits_RV = part.logits_PV.new_zeros(self.cache.rows, part.logits_PV.shape[1])
             self.ids_R = torch.zeros(self.cache.rows, dtype=torch.int64, device=self.lm.device)
         self.begins = False
-        lengths_P = onto(self.lm.device, [len(prompt) for prompt in part.prompts])
+        lengths_P = to_device(self.lm.device, [len(prompt) for prompt in part.prompts])
         self.cache.put(slots_N, part.cache, index_N, lengths_P[index_N], max(map(len, part.prompts)))
 
     def measure(self, lengths: Collection[int]) -> None:
