@@ -139,7 +139,7 @@ async def test_after_a_sync_the_logprobs_are_the_actors(
     worker = worker_of(kind)
     settings = worker.model_config.model_dump()
     if method == "direct-network":
-        monkeypatch.setattr("mrl.workers.rollout.machine", lambda: "another-machine")
+        monkeypatch.setattr("mrl.workers.rollout.machine_id", lambda: "another-machine")
     assert isinstance(worker.engine, VLLMEngine)
     before = worker.engine.pid
     sizes = await train_and_sync(method, settings, worker, tmp_path)
