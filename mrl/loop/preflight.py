@@ -302,7 +302,13 @@ def check_names(config: OrchestratorConfig) -> None:
         (SANDBOXES, config.reward.sandbox),
     ):
         registry.get(name)
-    check_source(config.rollout.rollout_source, config.rollout.rollout_options)
+    source = check_source(config.rollout.rollout_source, config.rollout.rollout_options)
+    for limit in ("rollout_timeout", "max_concurrent_rollouts"):
+        if hasattr(source, "collect") and getattr(config.rollout, limit) is not None:
+            raise ConfigError(
+                f"{limit}: rollout_source {config.rollout.rollout_source} makes all rollouts of a step in one call, so "
+                "there are no single attempts to limit; leave it out"
+            )
     check_trackers(config.run.report_to)
 
 
