@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,8 @@ def test_an_actor_that_dies_is_replaced_from_the_last_checkpoint(tiny_model: str
     run = check(tiny_model, tmp_path, kill, [("actor", "train_step", 3)], save_steps=1)
     (event,) = events_of(run, "restart")
     assert event["message"].startswith("step 3: actor: its process died during train_step()")
-    assert event["message"].endswith(". Going on after step 2 with a new worker")
+    # The checkpoint of step 2 is written beside step 3, and may not have been whole.
+    assert re.search(r"\. Going on after step [12] with a new worker$", event["message"])
 
 
 @pytest.mark.slow
