@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.soak import sample, takes_long
+from tests.sampling import sample, takes_long
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,9 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="inline",
         help="where runs have their workers that do not say it: `processes` of their own stand for other machines",
     )
-    group = parser.getgroup("soak")
-    group.addoption("--soak-sample", type=int, metavar="N", help="of the tests that -m leaves, N, chosen by --soak-key")
-    group.addoption("--soak-key", default="", metavar="COMMIT", help="another one, another choice")
+    parser.addoption("--sample", type=int, metavar="N", help="of the tests that would run, N, chosen by --sample-key")
+    parser.addoption("--sample-key", default="", metavar="COMMIT", help="another one, another choice")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,11 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if (mark := item.get_closest_marker("inline")) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"with workers in this process: {mark.args[0]}"))
-    number = config.getoption("--soak-sample")
+    number = config.getoption("--sample")
     if number is None:
         return
-    quick = [item.nodeid for item in items if not takes_long(item)]
-    chosen = sample(quick, number, config.getoption("--soak-key"))
+    quick = [item.nodeid for item in items if not (takes_long(item) or item.get_closest_marker("skip"))]
+    chosen = sample(quick, number, config.getoption("--sample-key"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
 
@@ -66,9 +65,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Names the tests that were chosen, so that they can be run again by name."""
-    if config.getoption("--soak-sample") is None:
+    if config.getoption("--sample") is None:
         return
-    terminalreporter.section(f"chosen for {config.getoption('--soak-key')}")
+    terminalreporter.section(f"chosen for {config.getoption('--sample-key')}")
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.getreports(outcome):
             terminalreporter.line(f"{report.duration:6.1f} s  {outcome:7}  {report.nodeid}")

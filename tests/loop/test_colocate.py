@@ -30,6 +30,8 @@ from mrl.store.run import read_rows
 from mrl.types import Completion, GenerateRequest, TrainBatch, WeightRef
 from tests import small_runs
 
+pytestmark = pytest.mark.inline("other backends refuse `colocate`, and whoever has the device is asked as an object")
+
 GPU = 24 * shares.GIB
 
 
