@@ -77,7 +77,7 @@ def _other_weights(evidence: MismatchEvidence, view: WorkerView) -> Cause | None
     return Cause(
         "missed sync",
         f"{view.name} says it serves version {view.version}, but {seen}. Look at the engine's log and at "
-        "weight_sync_method, and start the engine anew",
+        "weight_sync_method, and restart the engine",
     )
 
 
