@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,13 +48,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if (mark := item.get_closest_marker("inline")) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"with workers in this process: {mark.args[0]}"))
+        keep_only(items, {item.nodeid for item in items if gets_model(item)}, config)
     number = config.getoption("--sample")
     if number is None:
         return
     quick = [item.nodeid for item in items if not (takes_long(item) or item.get_closest_marker("skip"))]
     chosen = sample(quick, number, config.getoption("--sample-key"))
+    keep_only(items, chosen, config)
+
+
+def keep_only(items: list[pytest.Item], chosen: Collection[str], config: pytest.Config) -> None:
+    """Deselect all others."""
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def gets_model(item: pytest.Item) -> bool:
+    """Whether one of its fixtures makes a model: no run, and so no worker, starts without."""
+    return any(name.endswith("_model") for name in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:
