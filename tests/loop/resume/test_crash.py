@@ -152,6 +152,7 @@ def test_a_kill_in_every_phase(zygote: Zygote, tiny_model: str, tmp_path: Path) 
     check(zygote, tiny_model, tmp_path, every_phase(seed=1), seed=1, max_steps=24)
 
 
+@pytest.mark.slow
 def test_kills_with_the_next_step_in_flight(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     check(zygote, tiny_model, tmp_path, ["generate", "checkpoint"], seed=5, async_mode="pipeline")
 
