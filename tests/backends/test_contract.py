@@ -21,7 +21,9 @@ SOON = 10.0
 """Seconds that anything here takes at most: none of it hangs."""
 
 
-@pytest.fixture(params=[InlineBackend, pytest.param(ProcessBackend, marks=pytest.mark.slow)], ids=["inline", "processes"])
+@pytest.fixture(
+    params=[InlineBackend, pytest.param(ProcessBackend, marks=pytest.mark.slow)], ids=["inline", "processes"]
+)
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
     made = request.param(60.0)
     yield made
