@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="inline",
         help="where runs have their workers that do not say it: `processes` of their own stand for other machines",
     )
-    parser.addoption("--sample", type=int, metavar="N", help="of the tests that would run, N, chosen by --sample-key")
+    parser.addoption(
+        "--sample", type=int, metavar="N", help="N of the tests (on processes: of the runs), by --sample-key"
+    )
     parser.addoption("--sample-key", default="", metavar="COMMIT", help="another one, another choice")
 
 
@@ -49,28 +51,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--backend") == "processes":
+    on_processes = config.getoption("--backend") == "processes"
+    if on_processes:
         for item in items:
             if (mark := item.get_closest_marker("inline")) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"with workers in this process: {mark.args[0]}"))
-        keep_only(items, {item.nodeid for item in items if gets_model(item)}, config)
     number = config.getoption("--sample")
     if number is None:
         return
-    quick = [item.nodeid for item in items if not (takes_long(item) or item.get_closest_marker("skip"))]
-    chosen = sample(quick, number, config.getoption("--sample-key"))
-    keep_only(items, chosen, config)
-
-
-def keep_only(items: list[pytest.Item], chosen: Collection[str], config: pytest.Config) -> None:
-    """Deselect all others."""
+    quick = [item for item in items if not (takes_long(item) or item.get_closest_marker("skip"))]
+    some = [item.nodeid for item in quick if gets_model(item) or not on_processes]
+    chosen = sample(some, number, config.getoption("--sample-key"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
 
 
 def gets_model(item: pytest.Item) -> bool:
-    """Whether one of its fixtures makes a model: no run, and so no worker, starts without."""
-    return any(name.endswith("_model") for name in getattr(item, "fixturenames", ()))
+    """Whether one of its fixtures, or one that a parameter names, makes a model: no run starts without."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
+    names = [*getattr(item, "fixturenames", ()), *(value for value in parameters if isinstance(value, str))]
+    return any(name.endswith("_model") for name in names)
 
 
 def pytest_collection_finish() -> None:
