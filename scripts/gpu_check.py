@@ -26,8 +26,10 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +55,11 @@ class Report:
     @property
     def gpu(self) -> bool:
         return self.device != "cpu"
+
+    def not_shown(self, what: str) -> None:
+        """Tell what this part would find out on a GPU, where there is none."""
+        if not self.gpu:
+            self.facts["not shown on a CPU"] = what
 
     def at_most(self, what: str, value: float, limit: float) -> None:
         """Right if `value` is a number not above `limit`."""
@@ -105,6 +112,33 @@ def logprobs(report: Report) -> None:
         report.facts[f"{dtype}: mean difference, nats"] = statistics.fmean(apart)
 
 
+def products(report: Report) -> None:
+    """Products of bfloat16 matrices that come out in float32: whether the device has them, how exact, at what price."""
+    import torch
+
+    from mrl.algorithms.products import add_product, product, widens
+
+    report.not_shown("the device's own products, and their price")
+    device = torch.device(report.device)
+    own = widens(device)
+    report.facts["float32 from bfloat16 factors"] = "by the device" if own else "the factors are widened first"
+    torch.manual_seed(0)
+    left_NK, right_MK = torch.randn(96, 768).bfloat16(), torch.randn(1000, 768).bfloat16()
+    exact_NM = left_NK.double() @ right_MK.T.double()
+    factors = left_NK.to(device), right_MK.to(device).T
+    total_NM = torch.ones(96, 1000, device=device)
+    add_product(total_NM, *factors)
+    for what, found_NM in (("a product", product(*factors)), ("what is added to a sum", total_NM - 1)):
+        apart = (found_NM.double().cpu() - exact_NM).abs().max() / exact_NM.abs().max()
+        report.at_most(f"largest error of {what}, as a share of the largest number", apart.item(), 1e-4)
+    if report.gpu:
+        wide = torch.randn(8192, 4096, device=device).bfloat16()
+        narrow = timed(lambda: wide @ wide.T, report)
+        report.facts["time, against a product that is rounded"] = round(
+            timed(lambda: product(wide, wide.T), report) / narrow, 2
+        )
+
+
 def decode(report: Report) -> None:
     """The decode loop's ways of taking a step (eager, static; on CUDA with graphs) against the CPU's, and its speed."""
     prompts = starter_prompts()
@@ -119,6 +153,45 @@ def decode(report: Report) -> None:
     plain = generate_speed(report, path)
     report.facts["model.generate: tokens/s"] = round(plain)
     report.facts["against model.generate"] = round(max(speeds.values()) / plain, 2)
+
+
+def graphs(report: Report) -> None:
+    """CUDA graphs of an engine with a model of its own: kept from call to call, and right after new weights."""
+    from mrl.config import ModelConfig
+    from mrl.engines.transformers.engine import TransformersEngine
+    from mrl.models import load_model
+    from mrl.weights.files import publish
+
+    report.not_shown("graphs: static steps are called directly")
+    for dtype, least in (("float32", 0.9), ("bfloat16", 0.7)):  # rows go apart after one token that is another
+        with tempfile.TemporaryDirectory() as folder:
+            path = random_model(Path(folder) / "model", hidden=128, layers=2, words=512)
+            config = ModelConfig(model=path, device=report.device, dtype=dtype, max_model_len=256)  # type: ignore[arg-type]
+            static, eager = (
+                TransformersEngine.create(config.model_copy(update={"decode_step": step}))
+                for step in ("static", "eager")
+            )
+            start = time.perf_counter()
+            before = token_ids(static)
+            report.facts[f"{dtype}: first call, s"] = round(time.perf_counter() - start, 3)
+            recorded = dict(static._model.kept_step.recorded)
+            model = load_model(config.model_copy(update={"device": "cpu"}))
+            change(model)
+            ref = publish(dict(model.state_dict()), Path(folder) / "weights", 1)
+            for engine in (static, eager):
+                engine.load_weights(ref)
+            start = time.perf_counter()
+            found, expected = token_ids(static), token_ids(eager)
+            report.facts[f"{dtype}: calls after new weights, s"] = round(time.perf_counter() - start, 3)
+            if report.gpu:
+                kept = static._model.kept_step.recorded
+                same = sum(kept.get(size) is graph for size, graph in recorded.items())
+                report.at_least(f"{dtype}: sizes that were captured", len(recorded), 1)
+                report.at_least(f"{dtype}: of them still there after new weights", same, len(recorded))
+            report.at_least(f"{dtype}: after new weights, tokens as by eager steps", alike(found, expected), least)
+            report.at_most(f"{dtype}: tokens as before", alike(found, before), 0.5)
+            static.close()
+            eager.close()
 
 
 def train_full(report: Report) -> None:
@@ -164,6 +237,62 @@ def train_liger(report: Report) -> None:
     if not report.gpu or not installed("liger-kernel"):
         raise Skip("needs a GPU and `pip install 'mrl[liger]'`")
     compare_training(report, training={"use_liger_kernel": True})
+
+
+def waits(report: Report) -> None:
+    """How often the host waits for the GPU: in a step of one and of four micro-batches, and while it samples."""
+    if not report.gpu:
+        raise Skip("needs a GPU: on a CPU there is nothing to wait for")
+    from mrl.config import ModelConfig
+    from mrl.engines.transformers.decode import STEPS_PER_CHECK
+    from mrl.engines.transformers.engine import TransformersEngine
+    from mrl.types import GenerateRequest, SamplingParams
+
+    batch = starter_batch()
+    for parts in (1, 4):
+        actor = make_actor(report.device, {"dtype": "bfloat16"}, {"gradient_accumulation_steps": parts})
+        actor.train_step(batch)
+        with host_waits() as found:
+            actor.train_step(batch)
+        report.facts[f"a step of micro-batches: {parts}, waits at"] = dict(found)
+        report.at_most(f"a step of micro-batches: {parts}, waits", found.total(), 2)
+    tokens = 48
+    engine = TransformersEngine.create(ModelConfig(model="starter", device=report.device, max_model_len=256))
+    params = SamplingParams(max_tokens=tokens)
+    asked = [GenerateRequest(str(i), prompt, params, seed=i) for i, prompt in enumerate(starter_prompts())]
+    for _ in range(2):  # graphs are recorded
+        asyncio.run(engine.generate(asked))
+    with host_waits() as found:
+        asyncio.run(engine.generate(asked))
+    engine.close()
+    report.facts[f"sampling {tokens} tokens, waits at"] = dict(found)
+    report.at_most(f"sampling {tokens} tokens, waits", found.total(), 1 + tokens / STEPS_PER_CHECK["cuda"])
+
+
+def micro_batches(report: Report) -> None:
+    """What a token of a micro-batch takes, against the estimate by which micro-batches are sized."""
+    from mrl.actor.micro_batches import GPU_SHARE, activation_bytes
+
+    report.not_shown("what a token takes: torch does not count a CPU's memory")
+    shape = {"hidden": 768, "layers": 6, "words": 4096} if report.gpu else {"hidden": 64, "layers": 2, "words": 512}
+    rows = (20, 28) if report.gpu else (2, 4)  # more tokens than a tile of logits has: those of a tile are a constant
+    with tempfile.TemporaryDirectory() as folder:
+        model = {"model": random_model(Path(folder) / "model", **shape), "dtype": "bfloat16", "max_model_len": 512}
+        for checkpointing in (False, True):
+            name = "with checkpointing" if checkpointing else "without checkpointing"
+            options = {"gradient_checkpointing": checkpointing}
+            actor = make_actor(report.device, model, options, {"max_logprob_gap": None})
+            report.facts[f"{name}: tokens of a micro-batch by default"] = actor.micro_batch_tokens
+            actor.micro_batch_tokens = 1 << 20
+            few, many = (long_batch(count) for count in rows)
+            actor.train_step(few)  # the optimizer's state is there from now on
+            peaks = [peak(report, partial(actor.train_step, batch)) for batch in (few, many)]
+            estimate = activation_bytes(actor.model.config, narrow=True, checkpointing=checkpointing)
+            report.facts[f"{name}: estimated bytes a token"] = estimate
+            if report.gpu:
+                each = (peaks[1] - peaks[0]) / ((rows[1] - rows[0]) * ROW)
+                report.facts[f"{name}: bytes a token"] = round(each)
+                report.at_most(f"{name}: bytes a token, actual by estimated", each / estimate, 1 / GPU_SHARE)
 
 
 def residence(report: Report) -> None:
@@ -292,8 +421,9 @@ def trl(report: Report) -> None:
 PARTS: dict[str, Callable[[Report], None]] = {
     part.__name__: part
     for part in (
-        *(machine, logprobs, decode, train_full, train_bfloat16, train_lora, train_reference, train_offload),
-        *(train_checkpointing, train_compiled, train_liger, residence, checkpoints, sync_methods, vllm, colocate, trl),
+        *(machine, logprobs, products, decode, graphs, train_full, train_bfloat16, train_lora, train_reference),
+        *(train_offload, train_checkpointing, train_compiled, train_liger, waits, micro_batches, residence),
+        *(checkpoints, sync_methods, vllm, colocate, trl),
     )
 }
 
@@ -363,6 +493,38 @@ def starter_batch() -> Any:
     ]
     advantages = [(-1.0) ** index * (1 + index % 3) / 2 for index in range(len(samples))]
     return TrainBatch(samples, advantages, len(samples), sum(len(s.completion_ids) for s in samples))
+
+
+ROW = 256
+"""Tokens of a row of `long_batch`, its prompt of 32 included."""
+
+
+def long_batch(rows: int) -> Any:
+    """Rows of one length and no prompt in common, of ids that every vocabulary here has."""
+    from mrl.types import Sample, TrainBatch
+
+    length = ROW - len(speed_prompt(0))
+    completions = [[3 + (7 * row + 11 * at) % 400 for at in range(length)] for row in range(rows)]
+    samples = [
+        Sample(list(speed_prompt(row)), ids, [-6.0] * length, [1] * length, 0) for row, ids in enumerate(completions)
+    ]
+    return TrainBatch(samples, [(-1.0) ** row for row in range(rows)], rows, rows * length)
+
+
+def token_ids(engine: Any) -> list[list[int]]:
+    """What an engine samples of 16 prompts."""
+    from mrl.types import GenerateRequest, SamplingParams
+
+    params = SamplingParams(max_tokens=32)
+    asked = [GenerateRequest(str(i), speed_prompt(i), params, seed=i) for i in range(16)]
+    return [completion.token_ids for completion in asyncio.run(engine.generate(asked))]
+
+
+def alike(some: list[list[int]], others: list[list[int]]) -> float:
+    """The share of tokens that are the same at the same place."""
+    return statistics.fmean(
+        a == b for one, other in zip(some, others, strict=True) for a, b in zip(one, other, strict=False)
+    )
 
 
 def make_actor(
@@ -694,6 +856,42 @@ def allocated(report: Report) -> int:
     import torch
 
     return torch.cuda.memory_allocated(report.device) if report.gpu else 0
+
+
+def peak(report: Report, work: Callable[[], Any]) -> int:
+    """Bytes on the GPU at the highest, beyond what is there before; 0 on a CPU, which counts none."""
+    if not report.gpu:
+        work()
+        return 0
+    import torch
+
+    before = allocated(report)
+    torch.cuda.reset_peak_memory_stats(report.device)
+    work()
+    finish(report)
+    return torch.cuda.max_memory_allocated(report.device) - before
+
+
+@contextmanager
+def host_waits() -> Iterator[Counter[str]]:
+    """Where the host waits for the GPU meanwhile, and how often. torch tells of copies, numbers that are asked for and
+    shapes that depend on them, by the line of Python that it was in; not of `synchronize`."""
+    import torch
+
+    found: Counter[str] = Counter()
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for one in caught:
+        if "called a synchronizing" in str(one.message):
+            found[f"{Path(one.filename).name}:{one.lineno}"] += 1
+        elif "debug mode" not in str(one.message):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def timed(work: Callable[[], Any], report: Report, repeat: int = 3) -> float:

@@ -22,7 +22,8 @@ gpu_check: Any = importlib.util.module_from_spec(spec)
 sys.modules["gpu_check"] = gpu_check
 spec.loader.exec_module(gpu_check)
 
-ON_CPU = [name for name in gpu_check.PARTS if name not in ("train_offload", "train_liger", "vllm", "colocate")]
+NEED_MORE = ("train_offload", "train_liger", "waits", "vllm", "colocate")
+ON_CPU = [name for name in gpu_check.PARTS if name not in NEED_MORE]
 TRIED_ELSEWHERE = ("train_compiled",)
 """Compiling takes a minute."""
 
@@ -53,6 +54,8 @@ def test_on_a_cpu_what_can_run_is_right(tmp_path: Path) -> None:
     checked = [check["what"] for part in report["parts"].values() for check in part["checks"]]
     assert len(checked) > 20
     assert report["parts"]["train_full"]["facts"]["nats per token that the updates moved"] > 0.01
+    told = {name for name, part in report["parts"].items() if "not shown on a CPU" in part["facts"]}
+    assert told == {"products", "graphs", "micro_batches"}
     for name in parts:
         assert f"\n{name}: " in done.stdout
 
@@ -82,6 +85,28 @@ def test_a_part_that_fails_dies_or_hangs_is_named_and_the_others_go_on(
     printed = capsys.readouterr().out
     assert "2 of 4 parts are as they should be" in printed
     assert "Not: logprobs, decode" in printed
+
+
+def test_waits_are_counted_by_line_and_other_warnings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own warnings are made here, there being no GPU to make it warn."""
+    mode: list[str | int] = [0]
+
+    def set_mode(to: str | int) -> None:
+        mode.append(to)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings(record=True) as kept:
+        warnings.simplefilter("always")
+        with gpu_check.host_waits() as found:
+            assert mode[-1] == "warn"
+            for _ in range(3):
+                warnings.warn_explicit("called a synchronizing CUDA operation (Triggered …)", UserWarning, "/a/b.py", 7)
+            warnings.warn_explicit("something else", UserWarning, "/a/c.py", 8)
+    assert mode[-1] == 0
+    assert found == {"b.py:7": 3}
+    assert [str(one.message) for one in kept] == ["something else"]
 
 
 def test_wrong_numbers_errors_and_graphs_that_were_not_captured_count(monkeypatch: pytest.MonkeyPatch) -> None:

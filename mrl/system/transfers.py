@@ -133,5 +133,3 @@ class _Departures:
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.detach()
-
-

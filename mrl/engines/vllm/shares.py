@@ -116,11 +116,14 @@ def divide(
 
 
 def training_bytes(size: ModelSize, config: OrchestratorConfig) -> float:
-    """Weights, gradients, AdamW's state, the reference: float32 but for what an adapter leaves alone."""
-    reference = config.algorithm.beta > 0 and not config.model.use_lora
+    """Weights, gradients, AdamW's state, the reference: float32, but for the linear layers below an adapter."""
     moments = 0 if config.training.offload_optimizer else 8
-    narrow = 2 * size.linear if config.model.use_lora and config.model.dtype != "float32" else 0
-    return float(4 * size.parameters * (2 if reference else 1) - narrow + (4 + moments) * size.trained)
+    if config.model.use_lora:
+        narrow = 2 * size.linear if config.model.dtype != "float32" else 0
+        weights = 4 * (size.parameters + size.trained) - narrow
+    else:
+        weights = 4 * size.parameters * (2 if config.algorithm.beta > 0 else 1)
+    return float(weights + (4 + moments) * size.trained)
 
 
 def explicit_utilization(config: OrchestratorConfig) -> float | None:

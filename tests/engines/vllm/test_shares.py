@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
 from mrl import OrchestratorConfig
-from mrl.engines.vllm.shares import ACTOR_KEEPS, GIB, VLLM_KEEPS, ModelSize, divide, model_size, utilization
+from mrl.engines.vllm.shares import (
+    ACTOR_KEEPS,
+    GIB,
+    VLLM_KEEPS,
+    ModelSize,
+    divide,
+    model_size,
+    training_bytes,
+    utilization,
+)
 from mrl.errors import ConfigError
 
 HALF = ModelSize(494_000_000, 494_000_000, 2 * 24 * 2 * 64)
@@ -56,10 +66,10 @@ def test_an_adapter_trains_on_what_the_whole_model_does_not() -> None:
         divide(80 * GIB, SEVEN, config(), 4096, bytes_per_number=2)
     adapter = ModelSize(SEVEN.parameters, 40_000_000, SEVEN.cached_numbers)
     found = divide(80 * GIB, adapter, config(use_lora=True, beta=0.1), 4096, bytes_per_number=2)
-    assert found.training == 4 * adapter.parameters + 12 * adapter.trained, "the reference is the model without it"
+    assert found.training == 4 * adapter.parameters + 16 * adapter.trained, "the reference is the model without it"
     narrow = ModelSize(SEVEN.parameters, 40_000_000, SEVEN.cached_numbers, linear=7_000_000_000)
     assert divide(24 * GIB, narrow, config(use_lora=True), 4096, bytes_per_number=2).activations > 5 * GIB
-    with pytest.raises(ConfigError, match=r"training needs 28\.8 GiB .*21\.5 GiB besides .*: offload_optimizer: true"):
+    with pytest.raises(ConfigError, match=r"training needs 28\.9 GiB .*21\.5 GiB besides .*: offload_optimizer: true"):
         divide(24 * GIB, adapter, config(use_lora=True), 4096, bytes_per_number=2)
 
 
@@ -103,3 +113,24 @@ def test_a_models_size_is_counted_without_its_weights(tiny_model: str) -> None:
         counted = model_size(options)
         assert counted.trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         assert counted.parameters == whole.parameters
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model", ["tiny_model", "untied_model", "experts_model"])
+def test_what_an_adapter_trains_on_is_what_the_actor_holds(
+    model: str, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    """Two bytes for each weight of a linear layer, an untied head among them; embeddings, norms and experts four."""
+    from mrl.actor.lora import add_lora
+    from mrl.modeling.precision import narrow_matrices
+    from mrl.models import autocast_dtype, load_model, pick_device
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    folder = request.getfixturevalue(model)
+    options = config(model=folder, device="cpu", dtype=dtype, use_lora=True, lora_r=4, lora_target_modules=targets)
+    narrow = functools.partial(narrow_matrices, dtype=autocast_dtype(options.model, pick_device("cpu")))
+    adapted = add_lora(load_model(options.model, before_moving=narrow), options.model)
+    held = sum(p.nbytes for p in adapted.parameters())
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert {p.element_size() for p in adapted.parameters() if p.requires_grad} == {4}
+    assert training_bytes(model_size(options), options) == held + 12 * trained
