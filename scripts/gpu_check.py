@@ -6,7 +6,8 @@
 
 Nothing is downloaded: models are the shipped starter policy and random ones made here. Each part runs in a process of
 its own, so that one that fails, or hangs, says so and the others go on. The report holds versions, the GPU's name and
-memory, numbers and error messages, nothing else of the machine; docs/gpu.md says where to send it.
+memory, numbers, lines of code at which the host waits and error messages, nothing else of the machine; docs/gpu.md says
+where to send it.
 
 Exit code 0: all that ran was right. 1: something was not. 2: there is no GPU here.
 """
@@ -174,7 +175,7 @@ def graphs(report: Report) -> None:
             start = time.perf_counter()
             before = token_ids(static)
             report.facts[f"{dtype}: first call, s"] = round(time.perf_counter() - start, 3)
-            recorded = dict(static._model.kept_step.recorded)
+            recorded = recorded_by(static)
             model = load_model(config.model_copy(update={"device": "cpu"}))
             change(model)
             ref = publish(dict(model.state_dict()), Path(folder) / "weights", 1)
@@ -184,8 +185,7 @@ def graphs(report: Report) -> None:
             found, expected = token_ids(static), token_ids(eager)
             report.facts[f"{dtype}: calls after new weights, s"] = round(time.perf_counter() - start, 3)
             if report.gpu:
-                kept = static._model.kept_step.recorded
-                same = sum(kept.get(size) is graph for size, graph in recorded.items())
+                same = sum(recorded_by(static).get(size) is graph for size, graph in recorded.items())
                 report.at_least(f"{dtype}: sizes that were captured", len(recorded), 1)
                 report.at_least(f"{dtype}: of them still there after new weights", same, len(recorded))
             report.at_least(f"{dtype}: after new weights, tokens as by eager steps", alike(found, expected), least)
@@ -518,6 +518,12 @@ def token_ids(engine: Any) -> list[list[int]]:
     params = SamplingParams(max_tokens=32)
     asked = [GenerateRequest(str(i), speed_prompt(i), params, seed=i) for i in range(16)]
     return [completion.token_ids for completion in asyncio.run(engine.generate(asked))]
+
+
+def recorded_by(engine: Any) -> dict[Any, Any]:
+    """The graphs that an engine has kept, by their sizes."""
+    step = engine._model.kept_step
+    return dict(step.recorded) if step is not None else {}
 
 
 def alike(some: list[list[int]], others: list[list[int]]) -> float:

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.engines.transformers.model import CausalLM
+from mrl.engines.transformers.static_step import StaticStep
+from tests.engines.transformers.test_static_step import Traces
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_check.py"
 spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
 assert spec is not None
@@ -107,6 +111,26 @@ def test_waits_are_counted_by_line_and_other_warnings_are_kept(monkeypatch: pyte
     assert mode[-1] == 0
     assert found == {"b.py:7": 3}
     assert [str(one.message) for one in kept] == ["something else"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_graphs_that_are_not_kept_through_new_weights_are_told(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With traces in the place of CUDA graphs."""
+    traces, clear = Traces(), StaticStep.clear
+
+    def forget(step: StaticStep) -> None:
+        step.recorded = {}
+        clear(step)
+
+    monkeypatch.setattr(CausalLM, "new_recorder", lambda self: traces)
+    monkeypatch.setattr(gpu_check.Report, "gpu", True)
+    if not kept:
+        monkeypatch.setattr(StaticStep, "clear", forget)
+    report = gpu_check.Report("cpu")
+    gpu_check.graphs(report)
+    wrong = [check["what"] for check in report.checks if not check["ok"]]
+    what = "of them still there after new weights"
+    assert wrong == ([] if kept else [f"float32: {what}", f"bfloat16: {what}"])
 
 
 def test_wrong_numbers_errors_and_graphs_that_were_not_captured_count(monkeypatch: pytest.MonkeyPatch) -> None:
