@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from mrl.engines.transformers.engine import TransformersEngine
 from mrl.engines.transformers.model import StepKind
-from mrl.system.threads import give_back_team
+from mrl.system.threads import release_openmp_threads
 from mrl.types import GenerateRequest, SamplingParams
 
 EOS = 1
@@ -110,11 +110,11 @@ def report(case: Case, repeats: int, options: argparse.Namespace) -> None:
     model = build(SHAPES[case.model], case.mean_tokens).to(options.device)
     ours, theirs, tokens = [], [], []
     mrl, generate = with_engine(model, case, options.decode_step), with_generate(model, case)
-    give_back_team()
+    release_openmp_threads()
     mrl(0), generate(0)
     for repeat in range(1, repeats + 1):
         for run, speeds in ((mrl, ours), (generate, theirs)):
-            give_back_team()  # of this thread, on which `generate` runs: beside another, the engine's would be slow
+            release_openmp_threads()  # `generate` runs on this thread; its team would slow the engine's
             start = time.perf_counter()
             count = run(repeat)
             speeds.append(count / (time.perf_counter() - start))

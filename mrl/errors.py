@@ -11,7 +11,7 @@ class MRLError(Exception):
     """Base of every error mrl raises for its user."""
 
     worded = False
-    """Whether the message speaks of options as its reader gives them; else it is written for recipes."""
+    """Whether the message names options as its reader gives them; if not, it names them as recipes do."""
 
     def reword(self, message: str) -> None:
         """Say it in the reader's words."""

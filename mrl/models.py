@@ -1,7 +1,7 @@
-"""From a model's name to something that runs: where it is, its tokenizer, its weights.
+"""Resolving a model's name, and loading its config, tokenizer and weights.
 
-Wherever a model is asked for, `starter` means the policy shipped with the package, a run's name or folder its newest
-checkpoint, an existing folder that model, and anything else a Hub id.
+A model's name may be `starter` (the policy shipped with the package), a run's name or folder (its newest checkpoint), a
+model folder, or a Hub id.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "spiece*", "tokenization*.py")
-"""Patterns of which a folder with a tokenizer has at least one."""
+"""A folder with a tokenizer has a file that matches at least one of these."""
 _LOADING = threading.Lock()
-"""`from_pretrained` builds models under a process-wide default device: two at once leave tensors without data."""
+"""`from_pretrained` sets a process-wide default device: two at once would leave tensors without data."""
 
 
 def resolve_model(name: str) -> str:
@@ -57,7 +57,7 @@ def resolve_model(name: str) -> str:
 
 
 def pin_model(name: str) -> str:
-    """The same name, unless it is a run's, whose newest checkpoint may be another tomorrow: then that folder."""
+    """The same name, or for a run's name the folder of its checkpoint, since the newest one changes."""
     return name if find_run(name.rpartition("@")[0] or name) is None else resolve_model(name)
 
 
@@ -92,13 +92,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"{config.model}: the tokenizer has no end-of-sequence token, so completions could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    # Prompts that are too long are refused with their row; "will result in indexing errors" before that misleads.
+    # Too long prompts are refused later, naming their row; the tokenizer's own warning before that would mislead.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
 def _check_tokenizer_files(folder: Path) -> None:
-    """Raise ModelError for a local model that comes without any."""
+    """Raise ModelError for a local model without tokenizer files."""
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise ModelError(
             f"model {str(folder)!r}: the folder has no tokenizer (tokenizer.json and tokenizer_config.json); copy "
@@ -111,7 +111,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model in float32 on its device, adapters merged. Raises ModelError.
 
-    before_moving: what is done to it while it is in host memory, so that the device need not hold what it was.
+    before_moving: called on the model in host memory, so that the device never holds it unchanged.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -144,7 +144,7 @@ def load_model(
 
 
 def without_weights(config: ModelConfig) -> PreTrainedModel:
-    """The model with tensors that take no memory, to see what it is made of. Raises ModelError."""
+    """The model with tensors on the meta device, to inspect its architecture. Raises ModelError."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -154,7 +154,7 @@ def without_weights(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_classifier(config: ModelConfig) -> PreTrainedModel:
-    """The model in float32 with a head of one number in the place of its vocabulary. Raises ModelError."""
+    """The model in float32 with a single-output classification head instead of its LM head. Raises ModelError."""
     import torch
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -177,7 +177,7 @@ def load_classifier(config: ModelConfig) -> PreTrainedModel:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device a config's `device` means here. Raises ModelError when it is not there."""
+    """The torch device of a config's `device`. Raises ModelError when it is not available."""
     import torch
 
     if name == "auto":
@@ -197,7 +197,7 @@ def autocast_dtype(config: ModelConfig, device: torch.device) -> torch.dtype | N
     if config.dtype == "bfloat16":
         return torch.bfloat16
     if config.dtype == "auto" and device.type == "cuda":
-        with torch.cuda.device(device):  # it is the current one that is asked
+        with torch.cuda.device(device):  # is_bf16_supported asks the current device
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
     return None
 
@@ -210,7 +210,7 @@ def context_length(model_config: Any, wanted: int) -> int:
 
 @contextmanager
 def _explained(name: str, what: str = "it") -> Iterator[None]:
-    """Turns whatever loading a model may raise (its own code is among it) into a ModelError that says what to do."""
+    """Turns any error of loading a model, also of its remote code, into a ModelError that says what to do."""
     try:
         yield
     except MRLError:
@@ -239,9 +239,9 @@ def _offline() -> str:
 
 @functools.cache
 def _hub_answers(name: str, source: str, revision: str | None) -> bool:
-    """Whether the Hub can be asked for `source`, which was called `name`; if not, it is in the cache.
+    """Whether the Hub answers for `source` (the user's `name`); if False, it is in the cache.
 
-    Asked once, before libraries ask for file after file, each with retries. Raises ModelError when it is nowhere.
+    Asked once, before libraries request each file with retries. Raises ModelError when it is in neither.
     """
     if Path(source).exists():
         return True
@@ -269,7 +269,7 @@ def _hub_answers(name: str, source: str, revision: str | None) -> bool:
 
 
 def _damaged_file(name: str) -> Path | None:
-    """The first file of a local model's tensors that cannot be read."""
+    """The first safetensors file of a local model that cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -286,7 +286,7 @@ def _damaged_file(name: str) -> Path | None:
 
 
 def base_of_adapter(source: str) -> str | None:
-    """What the adapter in the folder `source` adapts, by its name; None = there is none. Raises ModelError."""
+    """The name of the base model of the adapter in the folder `source`; None = no adapter there. Raises ModelError."""
     path = Path(source) / "adapter_config.json"
     if not path.is_file():
         return None

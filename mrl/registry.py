@@ -1,4 +1,4 @@
-"""Open sets: a name, the place that implements it, and third parties through an entry point.
+"""Registries: named implementations, built in, registered, or from other packages' entry points.
 
 Each open set (losses, engines, sandboxes, sync methods …) is one `Registry`. Built-in members are given as
 "module:attribute" strings, so that nothing heavy is imported until it is used. Another package adds a member with
@@ -21,19 +21,19 @@ from mrl.errors import ConfigError
 T = TypeVar("T")
 
 _sets: dict[str, Registry[Any]] = {}
-"""The open sets there are in this process, by kind."""
+"""The registries of this process, by kind."""
 _waiting: dict[str, dict[str, Any]] = {}
-"""Members of sets that do not exist yet."""
+"""Members of registries that do not exist yet, by kind."""
 
 
 def registrations() -> dict[str, dict[str, Any]]:
-    """What was added to open sets in this process, by kind of set and by name: backends whose workers live in other
-    processes `adopt` it there."""
+    """All members registered in this process, by kind and name; backends with workers in other processes `adopt` them
+    there."""
     return {kind: dict(members._registered) for kind, members in _sets.items() if members._registered}
 
 
 def adopt(registered: dict[str, dict[str, Any]]) -> None:
-    """Add what another process has registered."""
+    """Add the members that another process has registered."""
     for kind, members in registered.items():
         there = _sets[kind]._registered if kind in _sets else _waiting.setdefault(kind, {})
         there.update(members)
@@ -77,7 +77,7 @@ class Registry(Generic[T]):
         points = self._entry_points()
         if name in points:
             loaded = points[name].load()
-            return self._registered.get(name, loaded)  # what it names may have registered itself by decorator
+            return self._registered.get(name, loaded)  # the loaded module may have registered it by decorator
         close = difflib.get_close_matches(name, self.names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"{self.option}: {name!r} is not available{hint} (known: {', '.join(self.names())})")

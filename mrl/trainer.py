@@ -18,10 +18,10 @@ from mrl.errors import ConfigError, DataError, ModelError, MRLError, RewardError
 from mrl.loop.orchestrator import Orchestrator
 from mrl.loop.recorded_run import RecordedRun, RunResult
 from mrl.loop.report import write_png
-from mrl.loop.resume import existing_run, how_to_go_on, resumed_config
+from mrl.loop.resume import existing_run, resume_hint, resumed_config
 from mrl.store.run import runs_root
 from mrl.system.interrupts import interrupts
-from mrl.system.threads import give_back_team
+from mrl.system.threads import release_openmp_threads
 
 if TYPE_CHECKING:
     from mrl.loop.given_model import GivenModel
@@ -46,7 +46,7 @@ class MRLTrainer:
         self._arguments: dict[str, Any] = {**options}
         self._given: GivenModel | None = None
         self.wording: Callable[[str], str] = self._in_arguments
-        """How what the run says speaks of options. The command line sets its own."""
+        """Rewords option names in what the run says. The command line sets its own."""
         try:
             self.config = config if config is not None else self._from_arguments()
             self.run_dir, self.resume = choose_run(self.config)
@@ -160,7 +160,7 @@ def choose_run_dir(config: OrchestratorConfig) -> Path:
 
 def run_to_end(work: Coroutine[Any, Any, T], run: RecordedRun | None = None) -> T:
     """`asyncio.run`, also from a thread whose event loop is running. run: what signals stop, where `work` is its."""
-    give_back_team()  # which the caller may have from models of its own; workers compute on other threads
+    release_openmp_threads()  # which the caller may have from models of its own; workers compute on other threads
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -214,7 +214,7 @@ def _run_in_thread(work: Coroutine[Any, Any, T], run: RecordedRun | None) -> T:
                     for give_up in cancel:
                         give_up()
                     if run is not None:
-                        print(f"stopped at once. {how_to_go_on(run.run_dir)}")
+                        print(f"stopped at once. {resume_hint(run.run_dir)}")
                     raise
                 assert run is not None
                 asked = True

@@ -1,8 +1,8 @@
-"""The nouns every other module speaks.
+"""The data types that all other modules share.
 
-Data flows one way: a `Task` is attempted G times, each attempt is a `Rollout` of one or more `Sample`s, the rollouts of
-one task are a `Group`, and the actor sees only a `TrainBatch`. Tokens are never re-tokenised on the way: what the
-sampler produced is what is trained on, id by id.
+A `Task` is attempted G times. Each attempt is a `Rollout` of one or more `Sample`s, the rollouts of one task are a
+`Group`, and the actor sees only a `TrainBatch`. Tokens are never re-tokenised: training uses the exact ids that were
+sampled.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Task:
     """Every other column of the row; reward functions receive them as keyword arguments."""
 
 
-# --- what engines take and give -----------------------------------------------------------------------------------
+# --- requests and completions ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The distribution tokens are drawn from, and when to stop."""
+    """The sampling distribution, and when to stop."""
 
     temperature: float = 1.0
     """Logits are divided by it. 0 takes the most likely token."""
@@ -55,7 +55,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image that stands in a prompt."""
+    """An image in a prompt."""
 
     data: bytes
     """The encoded file: PNG, JPEG …"""
@@ -70,15 +70,15 @@ class GenerateRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    """Its tokens derive from this alone, not from the requests beside it. 0 <= seed < 2**63."""
+    """Determines its tokens, independent of other requests. 0 <= seed < 2**63."""
     session: str | None = None
-    """Of the conversation it continues: requests of one session go to the worker that has their prefix in its cache."""
+    """Id of the conversation it continues: a session's requests go to the worker with their prefix in its KV cache."""
     media: tuple[Media, ...] = ()
-    """In the order of their places in the prompt. An engine that takes none refuses the request."""
+    """In the order of their positions in the prompt. An engine without image support refuses the request."""
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""Why a completion ended: by itself, at its token limit, taken back, or because the request cannot be served."""
+"""Why a completion ended: stop token or string, token limit, aborted, or the request cannot be served."""
 
 
 @dataclass(slots=True)
@@ -92,19 +92,19 @@ class Completion:
     """Natural-log probability of each id under the distribution it was drawn from (after temperature, top-p …)."""
     finish_reason: FinishReason
     policy_version: int | list[int]
-    """Of the weights that sampled it; one per token when they changed midway."""
+    """Of the weights that sampled it; one per token if they changed midway."""
     error: str | None = None
-    """What is wrong with the request, or with its logits, where the reason is "error"; it then has no tokens."""
+    """If the reason is "error": what is wrong with the request or its logits. There are no tokens then."""
 
     @classmethod
     def failed(cls, request: GenerateRequest, error: str, version: int) -> Completion:
-        """What a request gets that cannot be served."""
+        """The completion of a request that cannot be served."""
         return cls(request.id, [], [], "error", version, error)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A completion whose logprobs are asked for."""
+    """A prompt and completion to score."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -116,24 +116,25 @@ WeightKind = Literal["weights", "adapter", "model", "delta"]
 
 @dataclass(slots=True)
 class WeightRef:
-    """Where policy version `version` can be fetched from: a live module in this process, or a directory."""
+    """Where to load policy version `version` from: a live module in this process, or a directory."""
 
     version: int
     module: nn.Module | None = None
     path: str | None = None
     kind: WeightKind = "weights"
-    """What the directory holds: every tensor, a LoRA adapter (PEFT's files), a whole model with its configuration, for
-    which the engine is made anew, or what changed since the version before."""
+    """Contents of the directory. weights: every tensor; adapter: a LoRA adapter (PEFT's files); model: a model folder
+    with its configuration, for which the engine is restarted; delta: the changes since version `base`."""
     checksum: str | None = None
-    """Fingerprint of the tensors (see `mrl.weights.checksum`); a worker answers with what it holds."""
+    """Of the tensors (see `mrl.weights.checksum`); a worker answers with the checksum of what it loaded."""
     bytes: int = 0
     """Size of what was published."""
     pull_seconds: float | None = None
-    """The directory is on a disk shared between machines: wait so long for it to appear, and copy it before use."""
+    """For a disk shared between machines: wait this long for the directory to appear, and copy it before use."""
     base: int | None = None
-    """Of a delta: the version it changes."""
+    """For a delta: the version it changes."""
     machine: str | None = None
-    """Whose memory the directory is in (`machine_id`); workers on others fetch it from `addresses` with `token`."""
+    """The machine whose memory has the directory (`machine_id`); workers elsewhere fetch it from `addresses` with
+    `token`."""
     addresses: list[str] = field(default_factory=list)
     token: str | None = field(default=None, repr=False)
 
@@ -148,14 +149,14 @@ class Sample:
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
-    """The sampler's, of the distribution it drew from; ignored where `mask` is 0."""
+    """The sampler's, under the distribution it sampled from; ignored where `mask` is 0."""
     mask: list[int]
-    """1 = sampled by the policy, 0 = put there by the environment (tool results and the like)."""
+    """1 = sampled by the policy, 0 = from the environment (tool results and the like)."""
     policy_version: int | list[int]
-    """Of the weights that produced it; per token when they changed midway."""
+    """Of the weights that sampled it; per token if they changed midway."""
     finish_reason: FinishReason = "stop"
     reference_logprobs: list[float] | None = field(default=None, repr=False, compare=False)
-    """Of the policy before training, where a KL term needs them and they are known already."""
+    """Logprobs under the reference model, if a KL term needs them and they are already computed."""
 
 
 RolloutStatus = Literal["ok", "failed"]
@@ -175,15 +176,15 @@ class Rollout:
     samples: list[Sample]
     prompt: Prompt = ""
     completion: str | list[Message] = ""
-    """What reward functions see: text for a text prompt, messages for a conversation (TRL's contract)."""
+    """What reward functions get: text for a text prompt, messages for a conversation (TRL's contract)."""
     reward: float | None = None
-    """`None` = it could not be scored, which is never the same as 0."""
+    """`None` = it could not be scored, which is not the same as 0."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     step_rewards: list[float] = field(default_factory=list)
-    """What the environment gave for each turn of the policy, in order (mrl.algorithms.turns). They are parts of
-    `reward`; what it holds beyond their sum came at the end."""
+    """The environment's reward for each turn of the policy, in order (mrl.algorithms.turns). They are parts of
+    `reward`; the difference to their sum was given at the end."""
     advantage: float | None = None
-    """The mean over its sampled tokens where they differ."""
+    """The mean over its sampled tokens if they differ."""
     status: RolloutStatus = "ok"
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -203,11 +204,11 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """True when the last sample hit its token limit instead of ending by itself."""
+        """Whether the last sample hit its token limit."""
         return bool(self.samples) and self.samples[-1].finish_reason == "length"
 
     def fail(self, error: str) -> None:
-        """Mark it as not scorable: kept and shown with its error, left out of the loss."""
+        """Mark it as not scorable: it is kept and shown with its error, but left out of the loss."""
         self.status, self.error, self.reward = "failed", error, None
 
 
@@ -221,20 +222,19 @@ class Group:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """What the actor gets: samples and advantages, nothing of where they came from."""
+    """What the actor gets: samples and advantages, without tasks or rollouts."""
 
     samples: list[Sample]
     advantages: Sequence[float | list[float]]
     """One per sample, or for a sample one per completion token."""
     num_sequences: int
-    """Sequences the loss is averaged over: these samples, and those left out because nothing is to be learned from them
-    or for their length."""
+    """Sequences the loss is averaged over: these samples, and those left out for advantage 0 or for their length."""
     num_tokens: int
-    """Tokens the loss is averaged over: these samples', and those of samples whose advantage is 0."""
+    """Tokens the loss is averaged over: these samples', and those of samples with advantage 0."""
     temperature: float = 1.0
-    """The samplers' temperature: the actor's logprobs are taken at the same one."""
+    """The samplers' temperature; the actor computes logprobs at the same one."""
     top_p: float = 1.0
-    """How the samplers cut the distribution, with the next two: the gap this makes is not held against them."""
+    """With `top_k` and `min_p`, the samplers' filter: the logprob gap that it causes is expected."""
     top_k: int = 0
     min_p: float = 0.0
 

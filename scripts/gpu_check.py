@@ -589,10 +589,10 @@ def compare_training(
 
 def policy_logprobs(actor: Any, batch: Any) -> list[float]:
     """Of the batch's tokens, by the actor as it is now."""
-    from mrl.modeling.rows import make_rows
+    from mrl.modeling.token_batch import make_token_batch
 
-    rows = make_rows(batch, actor.device)
-    found_BT = actor._logprobs(actor.model, rows)[0].float().cpu()
+    tokens = make_token_batch(batch, actor.device)
+    found_BT = actor._logprobs(actor.model, tokens)[0].float().cpu()
     return flat([row[: len(s.completion_ids)].tolist() for row, s in zip(found_BT, batch.samples, strict=True)])
 
 

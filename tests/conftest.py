@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mrl.engines.vllm.engine import VLLMEngine
-    from mrl.modeling.rows import Rows
+    from mrl.modeling.token_batch import TokenBatch
 
 # Tiny models are fastest on one thread, and two pools of threads on a busy machine wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -223,11 +223,11 @@ def _vllm(model: str, **changes: object) -> Iterator[VLLMEngine]:
 
 
 @pytest.fixture(scope="session")
-def rows_of() -> Callable[..., Rows]:
-    """Makes the actor's rows of tables that are given, in the place of a batch of samples."""
+def token_batch_of() -> Callable[..., TokenBatch]:
+    """Makes a TokenBatch from given tensors."""
     import torch
 
-    from mrl.modeling.rows import Rows
+    from mrl.modeling.token_batch import TokenBatch
     from mrl.types import Sample
 
     def make(
@@ -237,10 +237,10 @@ def rows_of() -> Callable[..., Rows]:
         sampler_BT: Tensor,
         old_BT: Tensor | None = None,
         ref_BT: Tensor | None = None,
-    ) -> Rows:
+    ) -> TokenBatch:
         rows, width = mask_BT.shape
         ids_BT = torch.zeros(rows, width, dtype=torch.long)
-        return Rows(
+        return TokenBatch(
             samples=[Sample([], [0] * n, [0.0] * n, [1] * n, 0) for n in lengths],
             ids_BL=ids_BT,
             completion_BT=ids_BT,

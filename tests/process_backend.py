@@ -30,7 +30,7 @@ from mrl import registry
 from mrl.backends import base
 from mrl.backends.base import Resources
 from mrl.errors import ConfigError, WorkerDied
-from mrl.system.threads import InTurn
+from mrl.system.threads import SerialExecutor
 
 _SIZE = struct.Struct(">Q")
 _context: ForkServerContext | None = None
@@ -220,7 +220,7 @@ class _Served:
     def __init__(self, connection: socket.socket, name: str) -> None:
         self.connection = connection
         self.worker: Any = None
-        self.blocking = InTurn(f"mrl-{name}")
+        self.blocking = SerialExecutor(f"mrl-{name}")
         self.calls: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:

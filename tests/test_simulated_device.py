@@ -14,6 +14,7 @@ import pytest
 CASES = sorted(path.name for path in (Path(__file__).parent / "device").glob("cases_*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", CASES)
 def test_cases(cases: str) -> None:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"tests/device/{cases}"]

@@ -1,1 +1,1 @@
-"""The worker that trains, and its parts."""
+"""The actor: the worker that trains the policy, and its parts."""

@@ -1,4 +1,4 @@
-"""LoRA on the actor: adding an adapter, and reading the weights as if it were merged."""
+"""LoRA on the actor: adding an adapter, and reading the weights with it merged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrl.weights.hub_names import to_hub
 
 
 def add_lora(model: Any, config: ModelConfig) -> Any:
-    """Wrap `model` with a fresh adapter; only that trains. Raises ConfigError for what PEFT cannot adapt."""
+    """Wrap `model` with a new adapter; only the adapter is trained. Raises ConfigError for what PEFT cannot adapt."""
     from peft import get_peft_model
 
     linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
@@ -31,7 +31,7 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
 
 
 def lora_config(config: ModelConfig, task_type: str = "CAUSAL_LM") -> Any:
-    """The adapter that the options describe, as peft has it."""
+    """PEFT's LoraConfig for the configured options."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -45,11 +45,10 @@ def lora_config(config: ModelConfig, task_type: str = "CAUSAL_LM") -> Any:
 
 @torch.no_grad()
 def merged_state_dict(model: Any) -> dict[str, Tensor]:
-    """The model's tensors under the module's own names, each adapted one with its adapter added.
+    """The model's tensors under the module's own names, with adapters merged.
 
-    The module itself is left as it is, so training goes on with the adapter apart. Without an adapter the tensors are
-    the live ones; with one, adapted ones are new, in float32 at least, and in host memory: a device holds one of them
-    at a time.
+    The module itself does not change. Without an adapter the tensors are the live ones. With one, merged tensors are
+    new, at least float32, and in host memory; the device holds one of them at a time.
     """
     if not hasattr(model, "get_base_model"):
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -61,7 +60,7 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
             continue
         place, wrapped, parameter = name.partition(".base_layer.")
         if wrapped:
-            parameter = parameter.replace("base_layer.", "")  # one wrapper around another, where each adapts one
+            parameter = parameter.replace("base_layer.", "")  # nested wrappers, one per adapted parameter
             name = f"{place}.{parameter}"
             adapted.parts[name] = (place, parameter, tensor.detach())
         live[name] = tensor.detach()
@@ -71,12 +70,12 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
 
 
 class _Merged(Mapping[str, Tensor]):
-    """Tensors with their adapters added, each made when it is looked up."""
+    """Merged tensors, each computed when it is looked up."""
 
     def __init__(self, base: Any) -> None:
         self.base = base
         self.parts: dict[str, tuple[str, str, Tensor]] = {}
-        """By name: the layer, its parameter, and that without the adapters."""
+        """By name: the layer, the parameter's name in it, and its base tensor without adapters."""
 
     def __getitem__(self, name: str) -> Tensor:
         place, parameter, full = self.parts[name]
@@ -84,7 +83,7 @@ class _Merged(Mapping[str, Tensor]):
         while hasattr(layer, "base_layer"):
             if parameter == getattr(layer, "parameter_name", "weight"):
                 for adapter in layer.active_adapters:
-                    # A base in bfloat16 would round what the adapter adds away.
+                    # In a bfloat16 base, rounding would lose small adapter updates.
                     wide = torch.promote_types(full.dtype, torch.float32)
                     full = full.to(wide) + layer.get_delta_weight(adapter).to(wide)
             layer = layer.base_layer
@@ -99,13 +98,13 @@ class _Merged(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def public_state_dict(model: Any) -> dict[str, Tensor]:
-    """The same as `save_pretrained` would write it: under Hugging Face names. Contiguous."""
+    """`merged_state_dict` under the Hugging Face names that `save_pretrained` writes. Contiguous."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {name: tensor.contiguous() for name, tensor in to_hub(inner, merged_state_dict(model)).items()}
 
 
 def saved_state_dict(model: Any) -> dict[str, Tensor]:
-    """The live tensors that `save_pretrained` writes: all, or of a model with an adapter the adapter's."""
+    """The live tensors that `save_pretrained` writes: all, or with an adapter only the adapter's."""
     state: dict[str, Tensor] = model.state_dict()
     if not hasattr(model, "get_base_model"):
         return dict(state)
@@ -116,5 +115,5 @@ def saved_state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def adapts_parameters(model: Any) -> bool:
-    """Whether its adapter has parts for tensors that are no layer's weight, such as all experts' in one."""
+    """Whether the adapter adapts bare parameters instead of layers, such as all experts stored in one tensor."""
     return any(hasattr(module, "parameter_name") and hasattr(module, "base_layer") for module in model.modules())

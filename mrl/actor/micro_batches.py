@@ -1,4 +1,4 @@
-"""Cutting a step's rows into micro-batches. The update does not depend on how: each adds its share of the gradient."""
+"""Splitting a step's rows into micro-batches. The update does not depend on the split: gradients add up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mrl.system.memory import rounded
 from mrl.types import Sample
 
 CPU_TOKENS = 2048
-"""Tokens of a micro-batch by default. On CPUs more takes memory and no less time."""
+"""Tokens of a micro-batch by default. On CPUs more take more memory and save no time."""
 GPU_SHARE = 0.6
-"""Of what will be free on a GPU while a step is computed, this is meant for activations: their size is estimated."""
+"""Share of a GPU's free memory that activations may use; not all, because their size is only estimated."""
 MOST_GPU_TOKENS, FEWEST_GPU_TOKENS = 32768, 512
-"""More takes no less time for each token, and with fewer a GPU waits for its own kernels."""
+"""More tokens are no faster per token; with fewer the GPU is bound by kernel launches."""
 
 
 def gpu_tokens(config: Any, free: int, *, narrow: bool, checkpointing: bool) -> int:
@@ -25,10 +25,10 @@ def gpu_tokens(config: Any, free: int, *, narrow: bool, checkpointing: bool) -> 
 def activation_bytes(config: Any, *, narrow: bool, checkpointing: bool) -> int:
     """What the layers keep of a token for the backward pass, estimated.
 
-    config: the model's own, for its widths and layers. narrow: it multiplies in two bytes under autocast. A layer keeps
-    the residual stream and what its norms make of it in float32 (some 12 widths' worth), queries, keys, values and what
-    attention makes of them (8), and the gated feed-forward's inner states (6 of those widths); with checkpointing only
-    its input, and one layer at a time all of that.
+    config: the model's own, for its widths and layers. narrow: activations are 2 bytes under autocast. A layer keeps
+    the residual stream and the norms' inputs and outputs in float32 (about 12 x hidden size), queries, keys, values and
+    attention outputs (8 x hidden size), and the gated MLP's inner states (6 x intermediate size). With checkpointing
+    each layer keeps only its input, and one layer at a time all of that.
     """
     hidden: int = config.hidden_size
     inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -39,7 +39,7 @@ def activation_bytes(config: Any, *, narrow: bool, checkpointing: bool) -> int:
 
 
 def by_count(samples: Sequence[Sample], parts: int) -> list[list[int]]:
-    """Indices of `parts` micro-batches of about equal row counts, the longest rows first."""
+    """Indices of `parts` micro-batches with about equal row counts, longest rows first."""
     order = _by_length(samples)
     size, more = divmod(len(order), min(parts, len(order)))
     batches, start = [], 0
@@ -51,10 +51,10 @@ def by_count(samples: Sequence[Sample], parts: int) -> list[list[int]]:
 
 
 def by_tokens(samples: Sequence[Sample], most: int, *, shared_prompts: bool) -> list[list[int]]:
-    """Indices of micro-batches of at most `most` tokens, as the model computes them; a longer row is one by itself.
+    """Indices of micro-batches of at most `most` computed tokens; a longer row gets a micro-batch of its own.
 
-    shared_prompts: rows go through the model without padding and equal prompts once, so they are kept together and
-    counted once. Otherwise each row counts as long as the longest of its micro-batch, and rows are sorted by length.
+    shared_prompts: rows are packed and equal prompts computed once, so they are grouped and counted once. Otherwise
+    each row is padded to the longest of its micro-batch, and rows are sorted by length.
     """
     order = _by_prompt(samples) if shared_prompts else _by_length(samples)
     batches: list[list[int]] = []
@@ -79,7 +79,7 @@ def _by_length(samples: Sequence[Sample]) -> list[int]:
 
 
 def _by_prompt(samples: Sequence[Sample]) -> list[int]:
-    """Rows with equal prompts beside each other, the group with the longest row first, in it the longest row first."""
+    """Rows grouped by prompt; groups by their longest row, rows within a group by length, longest first."""
     longest: dict[tuple[int, ...], int] = {}
     first: dict[tuple[int, ...], int] = {}
     for index, sample in enumerate(samples):

@@ -1,4 +1,4 @@
-"""What a step minimises: the policy loss, its correction, KL and entropy terms, over any split into micro-batches."""
+"""What a step minimises: policy loss with importance weights, KL and entropy terms, over any micro-batch split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.algorithms.kl import KLEstimator, estimate_kl
 from mrl.algorithms.ratio import importance_ratio
 from mrl.config import AlgorithmConfig
 from mrl.mismatch import importance_weights, log_importance, unexplained_gap, weighed_once
-from mrl.modeling.rows import Rows
+from mrl.modeling.token_batch import TokenBatch
 from mrl.types import TrainBatch
 
 CISPO_LARGEST_RATIO = 5.0
@@ -21,12 +21,12 @@ CISPO_LARGEST_RATIO = 5.0
 
 
 class Objective:
-    """The loss of a batch as a sum over its tokens, each weighed by the whole batch.
+    """The loss of a batch as a weighted sum over its tokens.
 
         L = Σ weight (correction · loss + β · KL) - entropy_coef · mean entropy
 
-    The weights, and which tokens count, are fixed for the batch by `prepare`; so the parts that `part_loss` returns add
-    up to L whatever the split.
+    `prepare` fixes the weights, and which tokens count, for the whole batch. So the micro-batch losses that `part_loss`
+    returns add up to L whatever the split.
     """
 
     def __init__(self, config: AlgorithmConfig, num_iterations: int = 1) -> None:
@@ -47,30 +47,30 @@ class Objective:
 
     @property
     def entropy_grad(self) -> bool:
-        """Whether the entropy that `part_loss` is given has to carry a gradient."""
+        """Whether `part_loss` needs an entropy with gradient."""
         return self.config.entropy_coef != 0
 
-    def prepare(self, rows: Rows, batch: TrainBatch, entropy_BT: Tensor | None = None) -> None:
+    def prepare(self, tokens: TokenBatch, batch: TrainBatch, entropy_BT: Tensor | None = None) -> None:
         """Set the weights of the batch's tokens. entropy_BT: of the policy before the step, where `needs_entropies`."""
-        rows.weights_BT = token_weights(
-            rows.mask_BT,
+        tokens.weights_BT = token_weights(
+            tokens.mask_BT,
             self.loss.normalization,
             max_completion_length=self.config.max_completion_length,
             num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens,
         )
-        rows.kept_BT = rows.mask_BT
+        tokens.kept_BT = tokens.mask_BT
         if self.needs_entropies:
             assert entropy_BT is not None
-            rows.kept_BT = top_entropy_mask(entropy_BT, rows.mask_BT, self.config.top_entropy_quantile).float()
+            tokens.kept_BT = top_entropy_mask(entropy_BT, tokens.mask_BT, self.config.top_entropy_quantile).float()
         if self.entropy_grad:
-            rows.entropy_weights_BT = self.config.entropy_coef * rows.kept_BT / rows.kept_BT.sum().clamp(min=1)
+            tokens.entropy_weights_BT = self.config.entropy_coef * tokens.kept_BT / tokens.kept_BT.sum().clamp(min=1)
 
-    def part_loss(self, part: Rows, logprobs_BT: Tensor, entropy_BT: Tensor, metrics: StepMetrics) -> Tensor:
+    def part_loss(self, part: TokenBatch, logprobs_BT: Tensor, entropy_BT: Tensor, metrics: StepMetrics) -> Tensor:
         """A micro-batch's share of the batch's loss, a scalar. logprobs_BT, entropy_BT: of the policy being trained."""
         detached_BT = logprobs_BT.detach()
         trainer_BT = detached_BT if part.old_logprobs_BT is None else part.old_logprobs_BT
-        # One update per batch: the old policy is this one, and the ratio is 1 even where dropout is drawn anew.
+        # With one update per batch the old policy is this one: the ratio is 1, also where dropout differs.
         old_BT = detached_BT if self.num_iterations == 1 else trainer_BT
         correction_BT = importance_weights(
             trainer_BT,
@@ -95,7 +95,7 @@ class Objective:
         self._compare_with_sampler(part, trainer_BT, correction_BT, metrics)
         if self.config.importance_sampling.endswith("masked"):
             values["importance_masked_fraction"] = correction_BT == 0
-        assert part.kept_BT is not None  # `prepare` has seen the batch
+        assert part.kept_BT is not None  # set by `prepare`
         if self.needs_entropies:
             loss_BT = torch.where(part.kept_BT > 0, loss_BT, 0.0)
             values["top_entropy_fraction"] = part.kept_BT
@@ -107,27 +107,27 @@ class Objective:
                 kl_BT = kl_BT * importance_ratio(terms, self.settings.level)
             loss_BT = loss_BT + self.config.beta * kl_BT
         metrics.tokens(part.mask_BT, **{name: value for name, value in values.items() if value is not None})
-        # Multiplying by the weights is not enough: 0 x inf is NaN, and padding may hold anything.
+        # Multiplying by the weights is not enough: padding may hold anything, and 0 x inf is NaN.
         loss = torch.where(part.weights_BT > 0, loss_BT, 0.0).mul(part.weights_BT).sum()
         if part.entropy_weights_BT is not None:
             loss = loss - torch.where(part.kept_BT > 0, entropy_BT, 0.0).mul(part.entropy_weights_BT).sum()
         return loss
 
     def _compare_with_sampler(
-        self, part: Rows, trainer_BT: Tensor, correction_BT: Tensor, metrics: StepMetrics
+        self, part: TokenBatch, trainer_BT: Tensor, correction_BT: Tensor, metrics: StepMetrics
     ) -> None:
-        """What the importance weights are worth, and what of the gap nothing explains."""
+        """Record the importance weights' statistics and the unexplained part of the logprob gap."""
         correction = self.config.importance_sampling
         log_weights_BT = log_importance(trainer_BT, part.sampler_logprobs_BT, part.mask_BT, correction)
         once_BT = weighed_once(part.mask_BT, correction)
         metrics.importance(log_weights_BT, None if correction == "none" else correction_BT, once_BT)
         if part.compared_BT is not None:
-            gap_BT = unexplained_gap(trainer_BT, part.sampler_logprobs_BT, part.cut.largest_gain)
+            gap_BT = unexplained_gap(trainer_BT, part.sampler_logprobs_BT, part.sampling_filter.largest_gain)
             metrics.unexplained(gap_BT, part.compared_BT)
 
 
 def loss_settings(config: AlgorithmConfig) -> LossSettings:
-    """What the configured loss reads."""
+    """The configured loss's settings."""
     default_high = CISPO_LARGEST_RATIO if config.loss_type == "cispo" else config.epsilon
     return LossSettings(
         epsilon_low=config.epsilon,
@@ -144,5 +144,5 @@ def loss_settings(config: AlgorithmConfig) -> LossSettings:
 
 
 def kl_estimator(config: AlgorithmConfig) -> KLEstimator:
-    """The configured one, or the one that goes with where the divergence counts."""
+    """The configured estimator; by default k3 for a KL term in the loss, k1 for one in the reward."""
     return config.kl_estimator or ("k3" if config.kl_in == "loss" else "k1")

@@ -1,4 +1,4 @@
-"""The optimizer and its schedule; where asked for, with its state in host memory."""
+"""The optimizer and its schedule; with `offload_optimizer` its state is in host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.system.transfers import asynchronous, wait
 
 
 def check_offload(config: TrainingConfig, device: torch.device) -> None:
-    """Raise ConfigError where `offload_optimizer` has nothing to gain."""
+    """Raise ConfigError where `offload_optimizer` has no effect."""
     if config.offload_optimizer and device.type == "cpu":
         raise ConfigError("offload_optimizer: the model is on the CPU, and so is the optimizer's state; leave it out")
 
@@ -34,7 +34,7 @@ def make_optimizer(parameters: Sequence[Tensor], config: TrainingConfig, device:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: TrainingConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate's course over all updates of a run."""
+    """The learning-rate schedule over all updates of a run."""
     from transformers import get_scheduler
 
     return get_scheduler(
@@ -51,41 +51,43 @@ def load_optimizer(
     state: dict[str, Any],
     updates: int,
 ) -> None:
-    """Go on after so many updates: moments from `state` (the optimizer's `state_dict`); learning rate and its course,
-    weight decay and betas as this optimizer and scheduler were made with. Raises ValueError for other parameters."""
+    """Continue after so many updates, with the moments of `state` (the optimizer's `state_dict`). Learning rate,
+    schedule, weight decay and betas stay as configured here. Raises ValueError for other parameters."""
     own = group_options(optimizer)
     optimizer.load_state_dict(state)
     set_group_options(optimizer, own)
-    set_course(optimizer, scheduler, updates)
+    set_schedule(optimizer, scheduler, updates)
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group of parameters: learning rate, weight decay and whatever else there is."""
+    """Each parameter group's options: learning rate, weight decay and the rest."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Put `group_options`' answer back."""
+    """Restore what `group_options` returned."""
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
 
 
-def set_course(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, updates: int) -> None:
-    """Put the learning rate where `scheduler`, as it was made, has it after so many updates."""
-    assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)  # all that `make_scheduler` makes are
+def set_schedule(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, updates: int
+) -> None:
+    """Set scheduler and learning rate to their state after so many updates."""
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)  # `make_scheduler` makes no others
     scheduler.last_epoch = updates
     scheduler._step_count = updates + 1
-    rates = [base * course(updates) for base, course in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    rates = [base * factor(updates) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler._last_lr = rates
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW whose state and arithmetic are in host memory (ZeRO-Offload, arXiv 2101.06840).
+    """AdamW that keeps its state and runs its update in host memory (ZeRO-Offload, arXiv 2101.06840).
 
-    Gradients are copied there, updated parameters back: eight bytes a parameter less on the device, for two copies of
-    the model over the bus each update. The host has a copy of the parameters too.
+    Gradients are copied to the host and updated parameters back. That saves 8 bytes per parameter on the device, and
+    costs two transfers of the model's size per update. The host keeps a copy of the parameters too.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
@@ -111,10 +113,10 @@ class HostAdamW(torch.optim.AdamW):
         super().step()
         for parameter, host in self.pairs:
             parameter.copy_(host, non_blocking=asynchronous(parameter.device))
-        self._wait()  # before the next update writes to the host's copy
+        self._wait()  # before the next update overwrites the host's copy
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the device's parameters; the host's are written over by the next update."""
+        """Zero the device's gradients; the host's are overwritten by the next update."""
         for parameter, _ in self.pairs:
             if set_to_none:
                 parameter.grad = None
@@ -123,7 +125,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
-        """Also takes the parameters as they are now on the device: load those first."""
+        """Also copies the device's current parameters to the host: load those first."""
         super().load_state_dict(state_dict)
         for parameter, host in self.pairs:
             host.copy_(parameter)
@@ -134,6 +136,6 @@ class HostAdamW(torch.optim.AdamW):
         return host.copy_(parameter.detach())
 
     def _wait(self) -> None:
-        """For copies that do not wait themselves."""
+        """Wait for asynchronous copies on the parameters' devices, which need not be the current device."""
         for device in {parameter.device for parameter, _ in self.pairs}:
             wait(device)

@@ -1,4 +1,4 @@
-"""How the actor's weights leave it: as files, in shared memory, as a model folder, as a difference."""
+"""Publishing the actor's weights: as files, in shared memory, as a model folder, as a delta."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mrl.weights.tensors import FILE, MappedFile
 
 
 class Publisher:
-    """Writes one model's weights, version after version.
+    """Publishes the versions of one model's weights.
 
-    Tensors go out under their Hugging Face names, adapters merged, tied ones once. `dtype` is that of the samplers'
-    weights ("float32", "bfloat16"; None = the actor's own): casting here halves what travels.
+    Tensors have their Hugging Face names, adapters are merged, tied tensors written once. `dtype` is that of the
+    samplers' weights ("float32", "bfloat16"; None = the actor's own): casting here halves the transfer.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -35,13 +35,13 @@ class Publisher:
         self.server: WeightServer | None = None
 
     def close(self) -> None:
-        """Serve nothing any more."""
+        """Stop serving weights."""
         if self.server is not None:
             self.server.close()
             self.server = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is published."""
+        """The tensors to publish."""
         return public_state_dict(self.model)
 
     def files(
@@ -54,7 +54,7 @@ class Publisher:
         durable: bool = False,
         keep: int = 1,
     ) -> WeightRef:
-        """A new folder for the version. Raises SyncError."""
+        """Write the version to a new folder. Raises SyncError."""
         if adapter:
             return adapter_ref(
                 publish_folder(self._write_adapter, folder, version, durable=durable, keep=keep), version
@@ -64,9 +64,9 @@ class Publisher:
     def in_memory(
         self, folder: Path, version: int, *, dtype: str | None = None, adapter: bool = False, served: bool = False
     ) -> WeightRef:
-        """The one file below `folder` overwritten in place: no new pages, one copy. Raises SyncError.
+        """Overwrite the one file in `folder` in place: one copy, no new pages. Raises SyncError.
 
-        served: to other machines, over the network.
+        served: also serve it to other machines over the network.
         """
         ref = self.files(folder, version, adapter=True) if adapter else self._overwrite(folder, version, dtype)
         if served:
@@ -90,7 +90,7 @@ class Publisher:
         return WeightRef(version, path=str(folder), checksum=found, bytes=self.memory.size)
 
     def whole_model(self, folder: Path, version: int, *, dtype: str | None = None) -> WeightRef:
-        """A Hugging Face model folder with configuration and tokenizer. Raises SyncError."""
+        """Write a Hugging Face model folder with configuration and tokenizer. Raises SyncError."""
         tensors = on_host(merged_state_dict(self.model), _dtype(dtype))  # `save_pretrained` names them
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
@@ -104,7 +104,7 @@ class Publisher:
     def difference(
         self, folder: Path, version: int, *, dtype: str | None = None, full: bool, durable: bool = False
     ) -> WeightRef:
-        """What changed since the version published last; `full`: everything. Raises SyncError."""
+        """Write what changed since the last published version; full: everything. Raises SyncError."""
         if self.deltas is None:
             self.deltas = DeltaWriter()
         return self.deltas.publish(
@@ -112,7 +112,7 @@ class Publisher:
         )
 
     def last_whole(self, folder: Path, version: int, *, durable: bool = False) -> WeightRef:
-        """Everything, as `difference` published it last. Raises SyncError."""
+        """Write everything as `difference` last published it. Raises SyncError."""
         if self.deltas is None:
             raise SyncError("no difference was published yet")
         return self.deltas.last_whole(folder, version, durable=durable)

@@ -1,4 +1,4 @@
-"""Where the actor's tensors are: on its device, or in host memory while another process has the device (`colocate`)."""
+"""Offloads the actor's tensors to host memory while another process uses its device (`colocate`)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mrl.system.transfers import asynchronous, wait
 class Residence:
     """Moves models and an optimizer's state off their device and back.
 
-    Parameters stay the same objects, so that optimizer, adapters, ties and compiled layers go on with them. Host memory
-    is taken once, pinned where there is a GPU, and used again; what does not train is copied out only the first time.
-    Buffers stay where they are: they are small.
+    Parameters stay the same objects, so that optimizer, adapters, ties and compiled layers stay valid. Host memory is
+    allocated once and reused, pinned if there is a GPU; frozen parameters are copied to the host only the first time.
+    Buffers stay on the device: they are small.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.models, self.optimizer, self.device = models, optimizer, device
         self.away = False
         self.moved_states: list[tuple[dict[str, Any], str]] = []
-        """Of the optimizer's, which are in host memory now."""
+        """Optimizer tensors that are in host memory now: (state of a parameter, key)."""
         self.host: dict[tuple[int, str], Tensor] = {}
-        """By parameter and the name of what belongs to it; "" is the parameter itself."""
+        """By parameter id and the key of its optimizer state; "" is the parameter itself."""
 
     def leave(self) -> None:
-        """Nothing of it but buffers is on the device afterwards. Calling it twice is allowed."""
+        """Move everything but buffers to host memory. Calling it twice is allowed."""
         if self.away:
             return
         moved: list[tuple[nn.Parameter, Tensor]] = []
@@ -43,18 +43,18 @@ class Residence:
             for name, value in state.items()
             if isinstance(value, Tensor) and value.device == self.device
         ]
-        wait(self.device)  # the copies have to be whole before what they are of is let go
+        wait(self.device)  # copies must be complete before their sources are freed
         for parameter, host in moved:
             _put(parameter, host)
         for state, name, host in stored:
             state[name] = host
         self.moved_states = [(state, name) for state, name, _ in stored]
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep it for itself
+            torch.cuda.empty_cache()  # otherwise torch's allocator keeps it
         self.away = True
 
     def come_back(self) -> None:
-        """Everything is on the device again. Calling it twice is allowed. Raises TrainingError where it has no room."""
+        """Move everything back to the device. Calling it twice is allowed. Raises TrainingError if it has no room."""
         if not self.away:
             return
         try:
@@ -87,12 +87,12 @@ class Residence:
         return host
 
     def _to_device(self, host: Tensor) -> Tensor:
-        # A copy also where both are the CPU: the host's memory is written to the next time.
+        # A copy even if the device is the CPU: the host buffer will be overwritten.
         return host.to(self.device, non_blocking=asynchronous(self.device), copy=True)
 
 
 def _put(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Let a parameter have this tensor, in the way in which `Module.to` does."""
+    """Give a parameter this tensor, in the way `Module.to` does."""
     if torch.__future__.get_swap_module_params_on_conversion():
         torch.utils.swap_tensors(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
     else:

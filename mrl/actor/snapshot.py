@@ -1,4 +1,4 @@
-"""What an actor's checkpoint holds: taken in one moment, written later, read back exactly."""
+"""The contents of an actor's checkpoint: captured at once, written later, restored exactly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MISMATCH_PROBE = "trainer/gap_probe.json"
 
 @dataclass
 class Snapshot:
-    """The training state of one moment. `copied`: its tensors are its own, so that training may go on meanwhile."""
+    """The training state at one moment. copied: its tensors are copies, so training may continue during `write`."""
 
     model: Any
     tokenizer: Any
@@ -34,10 +34,10 @@ class Snapshot:
     rng: dict[str, Any]
     copied: bool
     mismatch_probe: dict[str, Any] = field(default_factory=dict)
-    """What `MismatchProbe` knows of the versions up to now."""
+    """`MismatchProbe.state`."""
 
     def write(self, folder: Path, served: str | None = None) -> None:
-        """Write model, tokenizer, optimizer, schedule and RNG states into `folder`, and the file `served` as it is."""
+        """Write model, tokenizer, optimizer, schedule and RNG states into `folder`, and a copy of the file `served`."""
         self.model.save_pretrained(folder, state_dict=on_host(self.tensors))
         self.tokenizer.save_pretrained(folder)
         torch.save(self.optimizer, folder / "trainer" / "optimizer.pt")
@@ -49,7 +49,7 @@ class Snapshot:
 
 
 def take_snapshot(model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, *, copy: bool) -> Snapshot:
-    """The state now; with `copy`, in host memory of its own."""
+    """The current state; copy: copy its tensors to host memory."""
     tensors, optimizer_state = saved_state_dict(model), optimizer.state_dict()
     rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -66,7 +66,7 @@ def take_snapshot(model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, *,
 
 
 def fits_in_memory_twice(model: Any, optimizer: Any) -> bool:
-    """Whether a copy of the training state leaves as much host memory free again."""
+    """Whether host memory has room for two copies of the training state."""
     import psutil
 
     tensors = [*saved_state_dict(model).values(), *(t for s in optimizer.state.values() for t in s.values())]
@@ -75,10 +75,10 @@ def fits_in_memory_twice(model: Any, optimizer: Any) -> bool:
 
 
 def load_snapshot(folder: Path, model: Any, optimizer: Any, scheduler: Any, *, updates: int) -> None:
-    """Put a checkpoint's state into a freshly initialised actor. updates: of the optimizer until then.
+    """Load a checkpoint into a freshly initialised actor. updates: optimizer updates up to the checkpoint.
 
-    The optimizer's options and the learning rate's course stay those of this configuration. Raises CheckpointError when
-    it is of another shape.
+    The optimizer's options and the learning-rate schedule stay those of this configuration. Raises CheckpointError when
+    the checkpoint does not fit the model.
     """
     try:
         _load_tensors(folder, model)
@@ -89,7 +89,7 @@ def load_snapshot(folder: Path, model: Any, optimizer: Any, scheduler: Any, *, u
         raise CheckpointError(f"{folder}: does not fit this model and configuration ({error})") from error
     torch.set_rng_state(rng["cpu"])
     if torch.cuda.is_available():
-        # On a machine with fewer devices the others' states are of no use; on one with more, those begin as they are.
+        # With fewer devices now, the other states are ignored; with more, the rest keep their initial states.
         for device, cuda_state in enumerate(rng.get("cuda", [])[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(cuda_state, device)
 

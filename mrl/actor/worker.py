@@ -1,8 +1,8 @@
-"""The actor: it holds the policy that is trained, and takes one GRPO-family step at a time.
+"""The actor: holds the policy and takes one GRPO-family training step at a time.
 
-A step's samples are cut into micro-batches, and each goes through the model as one line without padding, or where the
-model cannot, as right-padded rows (mrl.modeling.forward). Every sampled token's logprob comes from the hidden state
-before it.
+A step's samples are split into micro-batches. Each goes through the model as one packed sequence, or where the model
+does not support that, as right-padded rows (mrl.modeling.forward). A sampled token's logprob comes from the hidden
+state before it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from mrl.modeling.fixed_order import fixed_order
 from mrl.modeling.forward import Forward, evaluating
 from mrl.modeling.liger import apply_liger, check_liger
 from mrl.modeling.precision import narrow_matrices
-from mrl.modeling.rows import Rows, make_rows
+from mrl.modeling.token_batch import TokenBatch, make_token_batch
 from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.system.environment import computing_environment
 from mrl.system.machine import machine_id
 from mrl.system.memory import claim, unclaimed
 from mrl.system.threads import submit
-from mrl.system.transfers import fetch, onto
+from mrl.system.transfers import to_device, to_host
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.weights.hub_names import check_round_trip
 
@@ -55,10 +55,10 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 
 class ActorWorker:
-    """Trains the policy. Lives on any backend; everything it is given is plain data.
+    """Trains the policy. Runs on any backend; all its arguments are plain data.
 
-    `total_steps` shapes the learning-rate schedule. base_name: what adapters in checkpoints say they adapt; None = the
-    place that the model was loaded from.
+    `total_steps` shapes the learning-rate schedule. base_name: the base model that adapters in checkpoints name; None =
+    where the model was loaded from.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ActorWorker:
         self.skipped_in_a_row = 0
         self.keep_gradient_norms = False
         self.gradient_norms: dict[str, float] = {}
-        """Of each parameter, before clipping, in the last update; only while `keep_gradient_norms` is set."""
+        """By parameter, before clipping, of the last update; only while `keep_gradient_norms` is set."""
         self.writing: Future[None] | None = None
         self.publisher: Publisher | None = None
 
@@ -93,7 +93,7 @@ class ActorWorker:
         self.tokenizer = load_tokenizer(self.model_config)
         self.device = pick_device(self.model_config.device)
         self.autocast_dtype = autocast_dtype(self.model_config, self.device)
-        # Below an adapter the weights never change: they need not be more than what is multiplied by.
+        # Base weights below an adapter are frozen, so they can be stored in the compute dtype.
         frozen = self.autocast_dtype if self.model_config.use_lora else None
         narrow = functools.partial(narrow_matrices, dtype=frozen)
         self.model: PreTrainedModel = load_model(self.model_config, before_moving=narrow)
@@ -106,7 +106,7 @@ class ActorWorker:
         if self.model_config.use_lora:
             self.model = add_lora(self.model, self.model_config)
         elif self.algorithm.beta > 0:
-            # It shares the policy's configuration, which says by what function they attend.
+            # It shares the policy's configuration, which names the attention function.
             shared = {id(self.model.config): self.model.config}
             self.reference = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
         if config.gradient_checkpointing:
@@ -124,7 +124,7 @@ class ActorWorker:
         self.compiled: CompiledLayers | None = None
         notices = self.forward.notices
         if config.torch_compile:
-            with fixed_order(self.device):  # as it will run: under another switch it would be compiled again
+            with fixed_order(self.device):  # as in training, since another mode would recompile
                 self.compiled, problem = try_compiled(self.model, self.forward)
             notices = [*notices, problem] if problem else notices
         self.dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
@@ -141,7 +141,7 @@ class ActorWorker:
         }
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """One step on `batch`: `num_iterations` updates, none when it is empty. Returns its metrics.
+        """One step on `batch`: `num_iterations` updates, or none if it is empty. Returns its metrics.
 
         Raises TrainingError after three updates in a row whose loss or gradient is not finite.
         """
@@ -154,20 +154,19 @@ class ActorWorker:
             self.mismatch_probe.end()
 
     def mismatch_evidence(self) -> MismatchEvidence | None:
-        """What the last step found out about its gap to the samplers; None where it was not above
-        `max_logprob_gap`."""
+        """Evidence about the last step's logprob gap; None unless it was above `max_logprob_gap`."""
         return self.mismatch_probe.evidence
 
     def reference_logprobs(self, samples: list[Sample], temperature: float) -> list[list[float]]:
-        """Logprobs of the samples' tokens under the policy before training, for `Sample.reference_logprobs`; 0 where
-        the policy did not sample. May run while the samples are being scored."""
+        """Logprobs of the samples' tokens under the reference model, for `Sample.reference_logprobs`; 0 where the
+        policy did not sample. May run while the samples are being scored."""
         if not samples:
             return []
-        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
-        logprobs_BT = torch.zeros_like(rows.mask_BT)
+        tokens = make_token_batch(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        logprobs_BT = torch.zeros_like(tokens.mask_BT)
         for index in self._micro_batches(samples):
-            part_BT = self._reference_logprobs(rows.take(index))
-            logprobs_BT[onto(self.device, index), : part_BT.shape[1]] = part_BT
+            part_BT = self._reference_logprobs(tokens.take(index))
+            logprobs_BT[to_device(self.device, index), : part_BT.shape[1]] = part_BT
         pairs = zip(samples, logprobs_BT.tolist(), strict=True)
         return [values[: len(sample.completion_ids)] for sample, values in pairs]
 
@@ -175,22 +174,24 @@ class ActorWorker:
         """KL to the reference model of each sample, in nats: the sum of the estimates at its sampled tokens."""
         if not samples:
             return []
-        rows = make_rows(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
+        tokens = make_token_batch(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
         kl_B = torch.zeros(len(samples), dtype=torch.float64, device=self.device)
         for index in self._micro_batches(samples):
-            part = rows.take(index)
+            part = tokens.take(index)
             reference_BT = self._reference_logprobs(part) if part.ref_logprobs_BT is None else part.ref_logprobs_BT
             kl_BT = estimate_kl(self._logprobs(self.model, part)[0], reference_BT, kl_estimator(self.algorithm))
-            kl_B[onto(self.device, index)] = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(dim=1, dtype=torch.float64)
+            kl_B[to_device(self.device, index)] = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(
+                dim=1, dtype=torch.float64
+            )
         kl: list[float] = kl_B.tolist()
         return kl
 
     def machine(self) -> str:
-        """Which one it is on (`machine_id`)."""
+        """The machine it runs on (`machine_id`)."""
         return machine_id()
 
     def share_module(self, version: int) -> WeightRef:
-        """The live module itself, for workers in this process. An adapter stays active in it. Raises SyncError."""
+        """The live module itself, for workers in this process, with any adapter active. Raises SyncError."""
         if adapts_parameters(self.model):
             raise SyncError(
                 "weight_sync_method: direct shares the module between threads, and PEFT rebuilds layers of experts in "
@@ -205,29 +206,29 @@ class ActorWorker:
         return self._published(self._publisher().files(Path(folder), version, **options))
 
     def write_memory(self, folder: str, version: int, **options: Any) -> WeightRef:
-        """Write it to shared memory: `Publisher.in_memory`. Raises SyncError."""
+        """Write the policy to shared memory: `Publisher.in_memory`. Raises SyncError."""
         return self._published(self._publisher().in_memory(Path(folder), version, **options))
 
     def write_model(self, folder: str, version: int, **options: Any) -> WeightRef:
-        """Write it as a model folder: `Publisher.whole_model`. Raises SyncError."""
+        """Write the policy as a model folder: `Publisher.whole_model`. Raises SyncError."""
         return self._published(self._publisher().whole_model(Path(folder), version, **options))
 
     def write_difference(self, folder: str, version: int, **options: Any) -> WeightRef:
-        """Write what changed since the version before: `Publisher.difference`. Raises SyncError."""
+        """Write what changed since the previous version: `Publisher.difference`. Raises SyncError."""
         return self._published(self._publisher().difference(Path(folder), version, **options))
 
     def write_last_whole(self, folder: str, version: int, **options: Any) -> WeightRef:
-        """Write once more, and whole, what was published last: `Publisher.last_whole`. Raises SyncError."""
+        """Write the last published version again, in full: `Publisher.last_whole`. Raises SyncError."""
         return self._publisher().last_whole(Path(folder), version, **options)
 
     def save_checkpoint(
         self, path: str, state: dict[str, Any], *, beside: bool = False, served: str | None = None
     ) -> None:
-        """Write a checkpoint: a Hugging Face model folder (LoRA: an adapter's) with what training goes on from.
+        """Write a checkpoint: a Hugging Face model folder (LoRA: an adapter's) plus the training state.
 
-        state: the orchestrator's part, plain data. beside: write it on a thread of its own from a copy, where memory
-        allows; `finish_checkpoint` then waits and says how it went. served: file with the rollout workers' weights,
-        where they are not these. Raises CheckpointError; `path` is whole or absent.
+        state: the orchestrator's part, plain data. beside: write it from a copy on another thread, if memory allows;
+        `finish_checkpoint` then waits and raises its error. served: file with the rollout workers' weights, if they
+        differ from these. Raises CheckpointError; `path` is complete or absent.
         """
         self.finish_checkpoint()
         copy = beside and served is None and fits_in_memory_twice(self.model, self.optimizer)
@@ -241,18 +242,18 @@ class ActorWorker:
         self.writing = submit(write, "mrl-checkpoint", daemon=False)
 
     def finish_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written. Raises CheckpointError when it could not be."""
+        """Wait for the checkpoint that is being written. Raises CheckpointError if that failed."""
         writing, self.writing = self.writing, None
         if writing is not None:
             writing.result()
 
     def load_checkpoint(self, path: str) -> None:
-        """Go on from a checkpoint of this configuration. Call after `initialize`. Raises CheckpointError.
+        """Resume from a checkpoint of this configuration. Call after `initialize`. Raises CheckpointError.
 
         The reference model stays the one that `initialize` loaded: the policy before training.
         """
         actor_state = json.loads((Path(path) / STATE).read_text())["actor"]
-        # The schedule goes on in steps without an update, too.
+        # The schedule also advances in steps without an update.
         updates = actor_state["step"] * self.config.num_iterations
         load_snapshot(Path(path), self.model, self.optimizer, self.scheduler, updates=updates)
         self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
@@ -260,12 +261,12 @@ class ActorWorker:
             self.mismatch_probe.load_state(json.loads(probe.read_text()))
 
     def leave_device(self) -> None:
-        """Put weights and optimizer state into host memory: another process has the device until `return_to_device`.
-        Checkpoints can be saved meanwhile, nothing computed."""
+        """Offload weights and optimizer state to host memory: another process uses the device until `return_to_device`.
+        Until then checkpoints can be saved, but nothing computed."""
         self.residence.leave()
 
     def return_to_device(self) -> None:
-        """After `leave_device`. Raises TrainingError where the device has no room."""
+        """Undo `leave_device`. Raises TrainingError if the device has no room."""
         self.residence.come_back()
 
     def close(self) -> None:
@@ -289,13 +290,13 @@ class ActorWorker:
     # --- one update -------------------------------------------------------------------------------------------------
 
     def _train_on(self, batch: TrainBatch, comparison: Comparison) -> dict[str, float]:
-        rows = make_rows(batch, self.device, comparison.version)
+        tokens = make_token_batch(batch, self.device, comparison.version)
         micro_batches = self._micro_batches(batch.samples)
         entropy_BT = None
         if self.objective.needs_entropies or self.dropout:
-            rows.old_logprobs_BT, entropy_BT = self._old_policy(rows, micro_batches)
-        self.objective.prepare(rows, batch, entropy_BT)
-        parts = [rows.take(index) for index in micro_batches]
+            tokens.old_logprobs_BT, entropy_BT = self._old_policy(tokens, micro_batches)
+        self.objective.prepare(tokens, batch, entropy_BT)
+        parts = [tokens.take(index) for index in micro_batches]
         for part in parts:
             if self.objective.kl_in_loss and part.ref_logprobs_BT is None:
                 part.ref_logprobs_BT = self._reference_logprobs(part)
@@ -304,7 +305,7 @@ class ActorWorker:
             self._update(parts, metrics)
         return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
 
-    def _update(self, parts: list[Rows], metrics: StepMetrics) -> None:
+    def _update(self, parts: list[TokenBatch], metrics: StepMetrics) -> None:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
@@ -313,13 +314,13 @@ class ActorWorker:
                 part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
                 part_loss.backward()
                 loss += part_loss.detach()
-        for part in parts:  # the policy before the first update is what that update's own pass has shown
+        for part in parts:  # the first update's own forward pass gave the old policy's logprobs
             if part.old_logprobs_BT is None:
                 part.old_logprobs_BT = part.new_logprobs_BT
         if self.keep_gradient_norms:
             named = ((name, p.grad) for name, p in self.model.named_parameters())
             norms = {name: grad.norm() for name, grad in named if grad is not None}
-            values = (value.item() for value in fetch(*norms.values()))
+            values = (value.item() for value in to_host(*norms.values()))
             self.gradient_norms = dict(zip(norms, values, strict=True))
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         total, grad_norm = metrics.update(loss, norm)
@@ -328,14 +329,14 @@ class ActorWorker:
         finite = math.isfinite(total) and math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
-            claim(self, self.device, 0)  # its state is there from now on
+            claim(self, self.device, 0)  # from now on the optimizer state is allocated
         self._advance_schedule()
         self.optimizer.zero_grad(set_to_none=True)
         metrics.skipped += not finite
         self._watch_for_divergence(finite, total, grad_norm)
 
     def _pass_over(self) -> dict[str, float]:
-        """A step that teaches nothing: no update, but the schedule goes on."""
+        """A step without samples: no update, but the schedule advances."""
         for _ in range(self.config.num_iterations):
             self._advance_schedule()
         rate = float(self.scheduler.get_last_lr()[0])
@@ -357,35 +358,34 @@ class ActorWorker:
 
     # --- forward passes ---------------------------------------------------------------------------------------------
 
-    def _forward(self, model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: Any, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the tokens the policy sampled, at the sampler's temperature; B×T, 0 elsewhere."""
-        logprobs_BT, entropy_BT = self.forward.logprobs(model, rows, entropy_grad=self.objective.entropy_grad)
-        rows.new_logprobs_BT = logprobs_BT.detach()
+        logprobs_BT, entropy_BT = self.forward.logprobs(model, tokens, entropy_grad=self.objective.entropy_grad)
+        tokens.new_logprobs_BT = logprobs_BT.detach()
         return logprobs_BT, entropy_BT
 
     @torch.no_grad()
-    def _logprobs(self, model: Any, rows: Rows, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, model: Any, tokens: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
         with evaluating(model):
-            return self.forward.logprobs(model, rows, entropy=entropy)
+            return self.forward.logprobs(model, tokens, entropy=entropy)
 
-    def _old_policy(self, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _old_policy(self, tokens: TokenBatch, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the whole batch before its first update; B×T each."""
-        logprobs_BT, entropy_BT = torch.zeros_like(rows.mask_BT), torch.zeros_like(rows.mask_BT)
+        logprobs_BT, entropy_BT = torch.zeros_like(tokens.mask_BT), torch.zeros_like(tokens.mask_BT)
         for index in micro_batches:
-            part = rows.take(index)
-            place = (onto(self.device, index), slice(part.mask_BT.shape[1]))
+            part = tokens.take(index)
+            place = (to_device(self.device, index), slice(part.mask_BT.shape[1]))
             logprobs_BT[place], entropy_BT[place] = self._logprobs(self.model, part, entropy=True)
         return logprobs_BT, entropy_BT
 
-    def _reference_logprobs(self, rows: Rows) -> Tensor:
+    def _reference_logprobs(self, tokens: TokenBatch) -> Tensor:
         if self.reference is not None:
-            return self._logprobs(self.reference, rows)[0]
+            return self._logprobs(self.reference, tokens)[0]
         with self.model.disable_adapter():  # type: ignore[operator]
-            return self._logprobs(self.model, rows)[0]
+            return self._logprobs(self.model, tokens)[0]
 
     def _default_tokens(self) -> int:
-        """Of a micro-batch, by what will be left of the device's memory; the optimizer's state comes with its first
-        update, and its gradients with each."""
+        """Tokens of a micro-batch that fit the device's memory, once gradients and optimizer state are allocated."""
         free = unclaimed(self.device)
         if free is None:
             return CPU_TOKENS

@@ -1,4 +1,4 @@
-"""Advantages, losses, KL, log-probabilities: pure functions on tensors, readable beside the papers.
+"""Advantages, losses, KL, logprobs: pure functions on tensors, readable beside the papers.
 
 A loss or an advantage is one short file and one line here. Another package, or a script, adds its own with `@loss` or
 `@advantage`, or through an entry point (`mrl.losses`, `mrl.advantages`); examples/custom_loss.py shows it.

@@ -1,7 +1,7 @@
-"""What a loss is: a per-token objective, and how its tokens are weighed against each other.
+"""The interface of a loss: a per-token objective, and how tokens are weighted in the batch.
 
-The two are kept apart so that a batch may be split into micro-batches at will: the weights come from the whole batch,
-each micro-batch contributes `sum(loss_BT * weight_BT)`, and the sum of the contributions is the loss of the batch.
+The two are separate so that a batch may be split into any micro-batches: the weights come from the whole batch, each
+micro-batch contributes `sum(loss_BT * weight_BT)`, and the contributions add up to the loss of the batch.
 
 Shapes: B sequences, T completion tokens (right-padded; `mask_BT` is 1 on tokens the policy sampled).
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What every loss is made from."""
+    """The inputs of every loss."""
 
     logprobs_BT: Tensor
     """Of the policy being trained; the gradient flows through it."""
@@ -52,13 +52,13 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss before aggregation, and what it did to each token. What is left out is not in the step's metrics."""
+    """A per-token loss before aggregation, and details for the metrics; what is None is not reported."""
 
     loss_BT: Tensor
     ratio_BT: Tensor | None = None
     """Detached."""
     clipped_low_BT: Tensor | None = None
-    """1 where the lower clip took the gradient away."""
+    """1 where the lower clip removed the gradient."""
     clipped_high_BT: Tensor | None = None
 
 
@@ -75,11 +75,11 @@ class Loss:
     """sequences: mean of each sequence's mean; tokens: mean over all tokens; max_length: sum over a constant length;
     sequence_sums: mean of each sequence's sum."""
     options: tuple[str, ...] = ()
-    """Options of `AlgorithmConfig` it reads. Those it does not read are refused beside it."""
+    """Options of `AlgorithmConfig` it reads. Setting one that it does not read is refused."""
     levels: tuple[Level, ...] = ("token",)
     """What `importance_sampling_level` may be; the first is the default."""
     corrects: bool = False
-    """It applies `correction_BT` itself; else its tokens are weighed by it."""
+    """It applies `correction_BT` itself; otherwise the per-token loss is multiplied by it."""
     reuse: bool = True
     """It may be used for more than one update per batch (`num_iterations`)."""
 
@@ -89,8 +89,8 @@ def token_weights(
 ) -> Tensor:
     """Weight of each token in a batch's loss; B×T, zero outside the mask.
 
-    num_sequences, num_tokens: of the whole batch, before it is split, and with what was left out because its loss is 0
-    (no advantage, or too long): that counts in the averages all the same, as in TRL.
+    num_sequences, num_tokens: of the whole batch before it is split, including samples that were left out because their
+    loss is 0 (no advantage, or too long): they count in the averages, as in TRL.
     """
     mask_BT = mask_BT.float()
     if normalization == "tokens":

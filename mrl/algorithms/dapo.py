@@ -1,6 +1,6 @@
 """DAPO: clipped surrogate, averaged over all tokens of the batch (arXiv 2503.14476, eq. 8).
 
-Each token counts the same, so long completions are not favoured when wrong nor slighted when right. The paper clips
+Each token has the same weight, so a token of a long completion counts as much as any other. The paper clips
 asymmetrically ("clip-higher": epsilon 0.2, epsilon_high 0.28).
 """
 

@@ -1,4 +1,4 @@
-"""Which tokens are trained on, by the entropy of the distribution they were drawn from."""
+"""Selecting the tokens to train on by the entropy of their distribution."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def top_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, quantile: float) -> Tensor:
-    """True on the share `quantile` of the batch's tokens whose entropy is largest; B×T bool, False outside the mask.
+    """True on the share `quantile` of the batch's tokens with the highest entropy; B×T bool, False outside the mask.
 
-    Few tokens decide where a chain of thought goes, and those are the uncertain ones (arXiv 2506.01939; 0.2 there). The
-    threshold is the (1 - quantile) quantile of all entropies, interpolated linearly; 0 keeps the largest.
+    A few high-entropy tokens decide where a chain of thought goes (arXiv 2506.01939; 0.2 there). The threshold is the
+    (1 - quantile) quantile of all entropies, interpolated linearly; 0 keeps the largest.
     """
     on_BT = mask_BT.bool()
     sorted_N = entropy_BT[on_BT].float().sort().values

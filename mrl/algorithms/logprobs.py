@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens, from hidden states and the output head, without the logits of a whole batch.
+"""Logprobs of given tokens from hidden states and the output head, without full logits.
 
-Full logits cost N×V floats (16×512 tokens at 151,936 words: 5 GB, three times over in the backward pass). Here they
-exist as one tile of some tokens × some words at a time, and are computed again in the backward pass. The sum over the
-words is carried from tile to tile as in online softmax (arXiv 1805.02867). A tile that stays in the processor's cache
-is also why this takes less time than full logits, although it multiplies by the head four times instead of three.
+Full logits cost N×V floats (16×512 tokens, vocabulary 151,936: 5 GB, three times that in the backward pass). Here one
+tile (some tokens × a slice of the vocabulary) exists at a time, and is recomputed in the backward pass. The sum over
+the vocabulary is carried from tile to tile as in online softmax (arXiv 1805.02867). A tile stays in the processor's
+cache, so this is faster than full logits although it multiplies by the head four times instead of three.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from mrl.algorithms.products import add_product, product
 
 CPU_TILE = (1024, 4096)
-"""Tokens × words whose logits exist at once: 16 MB in float32. 2 to 16 MB take the same time, 150 MB a third more."""
+"""Tokens × vocabulary slice of a tile: 16 MB in float32. 2 to 16 MB take the same time, 150 MB a third more."""
 GPU_TILE = (4096, 16384)
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to head(hidden) before it calls it logits: softcap · tanh(scale · x / softcap)."""
+    """How a model turns head(hidden) into logits: softcap · tanh(scale · x / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -36,7 +36,7 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank update of the head: its logits gain input_NR @ output_VR^T (LoRA: scaled A·hidden, and B)."""
+    """A low-rank update of the head, which adds input_NR @ output_VR^T to its logits (LoRA: scaled A·hidden, and B)."""
 
     input_NR: Tensor
     output_VR: Tensor
@@ -57,13 +57,13 @@ def token_logprobs(
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at each target, and the entropy of that distribution in nats; N each, float32
-    (float64 where the product is).
+    (float64 for float64 inputs).
 
     logits = transform(hidden @ weight^T + low rank + bias), multiplied in `compute_dtype` (default: the weight's),
-    summed up and kept in float32. Differentiable in hidden, weight, bias and the low-rank pair; on the CPU, tokens
-    whose gradient is 0 cost nothing in the backward pass. The entropy carries a gradient with `entropy_grad`, and is 0
+    accumulated and kept in float32. Differentiable in hidden, weight, bias and the low-rank pair; on the CPU, tokens
+    whose gradient is 0 cost nothing in the backward pass. The entropy has a gradient with `entropy_grad`, and is 0
     without `entropy`.
-    tile: tokens and words whose logits exist at once.
+    tile: number of tokens and vocabulary entries of a tile.
     """
     device = hidden_NH.device
     settings = _Settings(
@@ -82,8 +82,7 @@ def token_logprobs(
 def logprobs_from_logits(
     logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0, *, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits that exist already; the logprobs' gradient flows into them, with `entropy_grad` the
-    entropy's too."""
+    """The same from given logits, with gradients into them; from the entropy only with `entropy_grad`."""
     log_p_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(dim=-1)
@@ -111,9 +110,9 @@ class _TiledLogprobs(torch.autograd.Function):
         count = len(targets_N)
         logit_N, total_N, moment_N = (hidden.new_zeros(count, dtype=settings.sum_dtype) for _ in range(3))
         largest_N = torch.full_like(logit_N, -torch.inf)
-        for words in head.word_tiles():
-            for tokens, logits_CW in head.logits(words):
-                column_C, inside_C = _columns(targets_N[tokens], words)
+        for vocab in head.vocab_tiles():
+            for tokens, logits_CW in head.logits(vocab):
+                column_C, inside_C = _columns(targets_N[tokens], vocab)
                 at_target_C = logits_CW.gather(1, column_C[:, None]).squeeze(1)
                 logit_N[tokens] = torch.where(inside_C, at_target_C, logit_N[tokens])
                 before_C, largest_C = largest_N[tokens], torch.maximum(largest_N[tokens], logits_CW.amax(dim=1))
@@ -142,7 +141,7 @@ class _TiledLogprobs(torch.autograd.Function):
         needed = [need and t is not None for need, t in zip(ctx.needs_input_grad, ctx.saved_tensors, strict=False)][:5]
         grad_entropy_N = grad_entropy_N if settings.entropy_grad else None
         active = grad_N != 0 if grad_entropy_N is None else (grad_N != 0) | (grad_entropy_N != 0)
-        # On an accelerator the host would have to wait for it to know which tokens to leave out.
+        # On an accelerator this would synchronise, for the host to know which tokens to skip.
         rows = None if not hidden.is_cpu or bool(active.all()) else active.nonzero().squeeze(1)
 
         def kept(value: Tensor | None) -> Tensor | None:
@@ -159,32 +158,32 @@ class _TiledLogprobs(torch.autograd.Function):
 
 
 class _Head:
-    """Tiles of logits, divided by the temperature, each made in the same memory as the one before."""
+    """Tiles of logits divided by the temperature; all tiles share one buffer."""
 
     def __init__(self, hidden, weight, bias, low_in, low_out, settings: _Settings) -> None:  # type: ignore[no-untyped-def]
         self.hidden_NH = hidden.to(settings.dtype)
         self.weight, self.bias, self.low_out, self.settings = weight, bias, low_out, settings
         self.low_NR = None if low_in is None else low_in.to(settings.dtype)
         self.factor = settings.transform.scale / settings.temperature
-        tokens, words = settings.tile
+        tokens, vocab = settings.tile
         self.tokens = [slice(i, min(i + tokens, len(hidden))) for i in range(0, len(hidden), tokens)]
-        self.words = [slice(i, min(i + words, len(weight))) for i in range(0, len(weight), words)]
-        size = min(tokens, len(hidden)) * min(words, len(weight))
+        self.vocab = [slice(i, min(i + vocab, len(weight))) for i in range(0, len(weight), vocab)]
+        size = min(tokens, len(hidden)) * min(vocab, len(weight))
         self.memory = torch.empty(size, dtype=settings.sum_dtype, device=hidden.device)
 
-    def word_tiles(self) -> Iterator[slice]:
+    def vocab_tiles(self) -> Iterator[slice]:
         """Slices of the vocabulary. Casts of the head's weights exist for one slice at a time."""
-        for words in self.words:
-            self.weight_WH = self.weight[words].to(self.settings.dtype)
-            self.low_WR = None if self.low_out is None else self.low_out[words].to(self.settings.dtype)
-            self.bias_W = None if self.bias is None else self.bias[words].to(self.settings.sum_dtype)
-            yield words
+        for vocab in self.vocab:
+            self.weight_WH = self.weight[vocab].to(self.settings.dtype)
+            self.low_WR = None if self.low_out is None else self.low_out[vocab].to(self.settings.dtype)
+            self.bias_W = None if self.bias is None else self.bias[vocab].to(self.settings.sum_dtype)
+            yield vocab
 
-    def logits(self, words: slice) -> Iterator[tuple[slice, Tensor]]:
-        """(tokens, their logits for these words); may be overwritten, and is by the next tile."""
+    def logits(self, vocab: slice) -> Iterator[tuple[slice, Tensor]]:
+        """(tokens, their logits for this vocabulary slice). The caller may change it; the next tile overwrites it."""
         transform = self.settings.transform
         for tokens in self.tokens:
-            shape = (tokens.stop - tokens.start, words.stop - words.start)
+            shape = (tokens.stop - tokens.start, vocab.stop - vocab.start)
             logits_CW = self.memory[: shape[0] * shape[1]].view(shape)
             product(self.hidden_NH[tokens], self.weight_WH.T, out=logits_CW)
             if self.low_NR is not None and self.low_WR is not None:
@@ -200,7 +199,7 @@ class _Head:
 
 
 class _Gradients:
-    """The backward pass. With p the softmax, g and e the gradients of logprob and entropy H, for logit x of word v:
+    """The backward pass. With p the softmax, g and e the gradients of logprob and entropy H, for logit x of token v:
 
     d/dx = g (1[v = target] - p) - e p (log p + H)
     """
@@ -208,7 +207,7 @@ class _Gradients:
     def __init__(self, head: _Head, needed: list[bool], grad_N: Any, grad_entropy_N: Any) -> None:
         self.head, self.needed = head, needed
         self.grad_N, self.grad_entropy_N = grad_N, grad_entropy_N
-        # Without an entropy term g is a factor of the whole row, and is multiplied into hidden states, not into logits.
+        # Without an entropy term g is a factor of the whole row: it multiplies hidden states instead of logits.
         row_N = -head.factor * (grad_N if grad_entropy_N is None else torch.ones_like(grad_N))
         self.row_N1 = row_N[:, None]
 
@@ -229,15 +228,15 @@ class _Gradients:
         bias_V = torch.empty_like(head.bias) if for_bias else None
         scaled_hidden_NH = scaled(head.hidden_NH) if for_weight else None
         scaled_low_NR = scaled(head.low_NR) if for_low_out else None
-        for words in head.word_tiles():
-            width = words.stop - words.start
+        for vocab in head.vocab_tiles():
+            width = vocab.stop - vocab.start
             sums = {
                 name: value.new_zeros(width, *value.shape[1:], dtype=sum_dtype)
                 for name, value in (("weight", weight_VH), ("low", low_out_VR), ("bias", bias_V))
                 if value is not None
             }
-            for tokens, logits_CW in head.logits(words):
-                wrong_CW = self._towards(logits_CW, tokens, words, targets_N, log_z_N, entropy_N)
+            for tokens, logits_CW in head.logits(vocab):
+                wrong_CW = self._towards(logits_CW, tokens, vocab, targets_N, log_z_N, entropy_N)
                 if "bias" in sums:
                     sums["bias"] += wrong_CW.T @ self.row_N1[tokens, 0].to(sum_dtype)
                 product_CW = wrong_CW.to(dtype)
@@ -249,7 +248,7 @@ class _Gradients:
                         add_product(sums[name], product_CW.T, rows[tokens])
             for name, whole in (("weight", weight_VH), ("low", low_out_VR), ("bias", bias_V)):
                 if whole is not None:
-                    whole[words] = sums[name]
+                    whole[vocab] = sums[name]
         return [
             None if hidden_NH is None else hidden_NH.mul_(self.row_N1),
             weight_VH,
@@ -258,14 +257,14 @@ class _Gradients:
             low_out_VR,
         ]
 
-    def _towards(self, logits_CW: Tensor, tokens: slice, words: slice, targets_N: Any, log_z_N: Any, entropy_N: Any):  # type: ignore[no-untyped-def]
-        """What the loss wants of these logits before transform, but for the factor `row_N1`; C×W."""
+    def _towards(self, logits_CW: Tensor, tokens: slice, vocab: slice, targets_N: Any, log_z_N: Any, entropy_N: Any):  # type: ignore[no-untyped-def]
+        """Gradient of a tile's logits before `transform`, up to the factor `row_N1`; C×W."""
         settings = self.head.settings
         softcap, slope_CW = settings.transform.softcap, None
         if softcap is not None:  # tanh' = 1 - tanh²
             slope_CW = (logits_CW * (settings.temperature / softcap)).square_().neg_().add_(1)
         log_p_CW = logits_CW.sub_(log_z_N[tokens, None])
-        column_C, inside_C = _columns(targets_N[tokens], words)
+        column_C, inside_C = _columns(targets_N[tokens], vocab)
         if self.grad_entropy_N is None:
             wrong_CW = log_p_CW.exp_()
             at_target_C = -inside_C.to(wrong_CW.dtype)
@@ -277,8 +276,8 @@ class _Gradients:
         return wrong_CW if slope_CW is None else wrong_CW.mul_(slope_CW)
 
 
-def _columns(targets_C: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Where in a tile each target stands, and whether it does."""
-    column_C = targets_C - words.start
-    inside_C = (column_C >= 0) & (column_C < words.stop - words.start)
-    return column_C.clamp(0, words.stop - words.start - 1), inside_C
+def _columns(targets_C: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
+    """Each target's column in a tile, and whether it is in the tile."""
+    column_C = targets_C - vocab.start
+    inside_C = (column_C >= 0) & (column_C < vocab.stop - vocab.start)
+    return column_C.clamp(0, vocab.stop - vocab.start - 1), inside_C

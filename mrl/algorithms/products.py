@@ -1,9 +1,8 @@
-"""Products of bfloat16 matrices that are summed up, and stay, in float32.
+"""Matrix products of bfloat16 factors with float32 accumulation and output.
 
-A product that is rounded to bfloat16 has eight bits left: logits around 30 then lie an eighth apart, and what is taken
-for the same distribution in sampler and trainer differs by a hundredth of a nat and more. CUDA multiplies bfloat16 and
-gives float32 at the same speed. Where that is not offered, the factors are widened first: the same numbers, in the time
-that float32 takes.
+An output rounded to bfloat16 keeps eight bits: logits around 30 are then 1/8 apart, and the same distribution differs
+by a hundredth of a nat or more between sampler and trainer. CUDA can multiply bfloat16 into float32 at the same speed.
+Where that is not supported, the factors are cast to float32 first: the same numbers at float32 speed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def product(left_NK: Tensor, right_KM: Tensor, out: Tensor | None = None) -> Tensor:
-    """left @ right, N×M: in float32 for narrower factors, otherwise in theirs. No gradient. out: where to."""
+    """left @ right, N×M: float32 for narrower factors, otherwise in their dtype. No gradient. out: output tensor."""
     if left_NK.dtype not in NARROW:
         return torch.mm(left_NK, right_KM, out=out)
     if widens(left_NK.device):
@@ -27,7 +26,7 @@ def product(left_NK: Tensor, right_KM: Tensor, out: Tensor | None = None) -> Ten
 
 
 def add_product(total_NM: Tensor, left_NK: Tensor, right_KM: Tensor) -> None:
-    """total += left @ right, not rounded before it is added."""
+    """total += left @ right; the product is not rounded before it is added."""
     if total_NM.dtype == left_NK.dtype:
         total_NM.addmm_(left_NK, right_KM)
     elif widens(total_NM.device):
@@ -38,7 +37,7 @@ def add_product(total_NM: Tensor, left_NK: Tensor, right_KM: Tensor) -> None:
 
 @functools.cache
 def widens(device: torch.device) -> bool:
-    """Whether products of narrow factors can come out in float32 there, by trying."""
+    """Whether the device can multiply narrow factors into float32; found by trying."""
     ones = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
     total = torch.zeros(8, 8, device=device)
     try:

@@ -15,7 +15,7 @@ def importance_ratio(terms: LossTerms, level: Level) -> Tensor:
     (GSPO, arXiv 2507.18071, eq. 7): the geometric mean, so that long sequences stay in the range of short ones.
     """
     mask_BT = terms.mask_BT.bool()
-    # Not a product with the mask: what stands outside it may be anything, infinities included.
+    # Not multiplied by the mask: values outside it may be anything, also inf.
     log_ratio_BT = torch.where(mask_BT, terms.logprobs_BT - terms.old_logprobs_BT, 0.0)
     if level == "sequence":
         mean_B1 = log_ratio_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)

@@ -1,7 +1,7 @@
 """REINFORCE: the plain policy gradient (Williams, 1992, eq. 4-5), summed over a sequence and averaged over sequences.
 
-That is the unbiased gradient of the expected reward when A is unscaled. No ratio and no clip hold it to the policy that
-sampled, so a batch is good for one update.
+That is the unbiased gradient of the expected reward when A is unscaled. There is no ratio or clip against off-policy
+drift, so a batch allows one update.
 """
 
 from __future__ import annotations

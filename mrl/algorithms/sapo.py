@@ -1,4 +1,4 @@
-"""SAPO: a soft gate in the place of the clip (arXiv 2511.20347, eq. 5-6).
+"""SAPO: a soft gate instead of the clip (arXiv 2511.20347, eq. 5-6).
 
 The gate's slope is 1 at ratio 1 and falls off on both sides, faster for a higher temperature; negative advantages get a
 slightly higher one, since they move probability onto many other tokens. Averaged like GRPO.

@@ -1,4 +1,4 @@
-"""What is added to a reward for a completion's length."""
+"""Reward shaping by completion length."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Turns: which of a rollout's tokens belong to which step of its environment.
 
-A turn is an unbroken run of sampled tokens (mask 1) in a sample; a sample's end ends it too. Step k's reward is turn
-k's.
+A turn is a maximal run of sampled tokens (mask 1) within one sample. Turn k's reward is that of environment step k.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ def turn_lengths(masks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def turn_rewards(total: float, step_rewards: Sequence[float], turns: int) -> list[float]:
-    """The reward of each turn: its step's, 0 where there was none, and at the last turn whatever `total` holds beyond
-    the steps' sum. They add up to `total`. Raises ValueError when there are more steps than turns.
+    """The reward of each turn: its step's, or 0 without one. The last turn also gets the difference between `total` and
+    the steps' sum, so they add up to `total`. Raises ValueError when there are more steps than turns.
     """
     if len(step_rewards) > turns:
         raise ValueError(f"{len(step_rewards)} step rewards for {turns} turns of sampled tokens")
@@ -40,7 +39,7 @@ def returns_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def spread_over_samples(values: Sequence[float], rollout: Rollout) -> list[list[float]]:
-    """One value per sampled token of the rollout → one list per sample, as long as its completion; 0 where the mask is.
+    """One value per sampled token of the rollout → one list per sample, as long as its completion; 0 where mask is 0.
 
     Raises ValueError unless there is exactly one value per sampled token.
     """

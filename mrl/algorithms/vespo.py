@@ -1,8 +1,8 @@
-"""VESPO: a sequence's weight, shaped by a smooth function instead of clipped (arXiv 2602.10693).
+"""VESPO: a sequence's importance weight, shaped by a smooth function instead of clipped (arXiv 2602.10693).
 
-w is the probability ratio of the whole sequence, not its geometric mean, from the trained policy to the sampler: the
-sampler/trainer correction is a factor of w and not of the loss. φ(w) = w^k exp(λ (1 - w)) is 1 at w = 1 and falls to 0
-on both sides; like CISPO's weight it scales the gradient and carries none.
+w is the ratio of trained policy to sampler for the whole sequence, not a geometric mean; so the sampler/trainer
+correction is a factor of w and not of the loss. φ(w) = w^k exp(λ (1 - w)) is 1 at w = 1 and falls to 0 on both sides.
+Like CISPO's weight it scales the gradient and has none itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mrl.algorithms.ratio import importance_ratio
 
 LOG_MOST = 20.0
 LOG_LEAST = math.log(1e-8)
-"""Log-ratios are cut to these, of tokens and of sequences: exp() stays finite, and φ is 0 long before."""
+"""Log-ratios of tokens and of sequences are clamped to these: exp() stays finite, and φ is 0 long before."""
 LEAST_LAMBDA = 1e-4
 
 

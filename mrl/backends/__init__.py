@@ -22,7 +22,7 @@ def make_backend(name: str, options: dict[str, Any], call_timeout: float) -> Bac
 
 
 def check_backend(name: str, options: dict[str, Any], resources: list[Resources]) -> None:
-    """Raise ConfigError when these workers cannot be had of the backend. resources: what each of them needs."""
+    """Raise ConfigError when the backend cannot provide these workers. resources: what each of them needs."""
     _with_known_options(name, options).check(resources, **options)
 
 

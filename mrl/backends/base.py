@@ -49,7 +49,7 @@ class WorkerHandle(Protocol):
         ...
 
     async def kill(self) -> None:
-        """End it now: what it is asked raises WorkerDied from here on, calls under way included."""
+        """End it now: every call raises WorkerDied from here on, those in flight included."""
         ...
 
     async def alive(self) -> bool:
@@ -70,7 +70,7 @@ class Backend(Protocol):
 
     @staticmethod
     def check(resources: list[Resources], **options: Any) -> None:
-        """Raise ConfigError, before anything is started, when options will not do or such workers cannot be had."""
+        """Raise ConfigError, before anything is started, for bad options or workers that it cannot provide."""
         ...
 
     async def spawn(self, worker: type, *, name: str, resources: Resources, args: dict[str, Any]) -> WorkerHandle:

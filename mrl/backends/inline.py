@@ -13,7 +13,7 @@ from typing import Any
 from mrl.backends import base
 from mrl.backends.base import Resources
 from mrl.errors import ConfigError, WorkerDied
-from mrl.system.threads import InTurn
+from mrl.system.threads import SerialExecutor
 
 
 class InlineHandle:
@@ -26,7 +26,7 @@ class InlineHandle:
         self.worker: Any | None = worker
         self.name = name
         self.timeout = timeout
-        self.blocking = InTurn(f"mrl-{name}")
+        self.blocking = SerialExecutor(f"mrl-{name}")
         self.asynchronous: set[asyncio.Task[Any]] = set()
         self.missed_deadline = False
 
@@ -70,8 +70,8 @@ class InlineHandle:
             answer.exception()  # nobody asks for it any more
 
     async def kill(self) -> None:
-        """End it: it is closed once the call it is in has ended, never during it. One that hangs is left behind, with
-        a warning; it keeps neither its caller nor the process from ending."""
+        """Close the worker once its current call has ended, never during it. One that hangs is left behind, with a
+        warning; it keeps neither its caller nor the process from ending."""
         worker, self.worker = self.worker, None
         if worker is None:
             return

@@ -18,9 +18,9 @@ for ever, but what fails on all of them fails everywhere at about the same time.
 class Ranks:
     """Every call runs on each rank with the same arguments; rank 0's answer is the call's.
 
-    One that fails on a rank fails: with WorkerDied if a rank has died, else with what the first to fail has raised, in
-    which it is named. Ranks that are still in the call then, waiting for the one that failed, are of no use any more:
-    all are ended.
+    A call that fails on a rank fails: with WorkerDied if a rank has died, else with the error of the first that failed,
+    which names the rank. Ranks that are still in the call then, waiting for the failed one, are of no use any more: all
+    are ended.
     """
 
     def __init__(self, name: str, ranks: list[WorkerHandle]) -> None:

@@ -122,7 +122,7 @@ def replay(argv: list[str]) -> int:
 
 
 def export(checkpoint: Path, target: Path, *, merged: bool) -> Path:
-    """Copy a checkpoint's model, without what training goes on from. Raises CheckpointError when `target` is in use."""
+    """Copy a checkpoint's model, without what training resumes from. Raises CheckpointError when `target` is in use."""
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:

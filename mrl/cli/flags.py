@@ -172,7 +172,7 @@ def _group(title: str, text: str, names: Iterable[str], helps: dict[str, str], d
 
 
 def _names(extra: dict[str, Any]) -> set[str]:
-    """Of arguments that are no options, with their other names."""
+    """Names of arguments that are no options, with their aliases."""
     names = set(extra)
     for annotation in extra.values():
         for part in [annotation, *get_args(annotation)]:

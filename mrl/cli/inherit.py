@@ -34,7 +34,7 @@ _WIDEST = 60
 
 @dataclass
 class Inherited:
-    """A run's own options that a command goes on with."""
+    """A run's own options that a command takes over."""
 
     run: Path
     checkpoint: Checkpoint
@@ -118,7 +118,7 @@ def inherit_prompts(run: Path, checkpoint: Checkpoint, given: dict[str, Any]) ->
 
 
 def inherit_all(run: Path, checkpoint: Checkpoint, given: dict[str, Any]) -> Inherited:
-    """That, and the run's tasks (held-out ones where it has any), score and engine. Raises ConfigError.
+    """As `inherit_prompts`, and the run's tasks (held-out ones where it has any), score and engine. Raises ConfigError.
 
     What was given in Python is not in a run's record: a reward or dataset that is needed then has to be given again.
     """

@@ -1,4 +1,4 @@
-"""The last thing between a command and its user: every end is one message and an exit code, never a traceback."""
+"""What runs every command: each failure is one message and an exit code, never a traceback."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def train(argv: list[str]) -> int:
     if given.pop("simple_mode", False) and given.setdefault("mode", "simple") != "simple":
         raise ConfigError(f"mode: --simple-mode and --mode {given['mode']} say different things: give only one")
 
-    from mrl.loop.resume import how_to_go_on
+    from mrl.loop.resume import resume_hint
     from mrl.system.interrupts import exit_code
     from mrl.trainer import MRLTrainer, make_config
 
@@ -133,7 +133,7 @@ def train(argv: list[str]) -> int:
         if as_json:
             _print_json(asdict(result))
         elif stopped and not result.steps:
-            print(how_to_go_on(result.run_dir))
+            print(resume_hint(result.run_dir))
         else:
             _print_run(result, config)
     return exit_code(stopped) if stopped else 0
@@ -145,7 +145,7 @@ def _print_run(result: Any, config: Any) -> None:
 
     from mrl.cli.inherit import eval_command
     from mrl.loop import report
-    from mrl.loop.resume import how_to_go_on
+    from mrl.loop.resume import resume_hint
     from mrl.store.find import shortest_name
 
     console = Console(highlight=False)
@@ -176,7 +176,7 @@ def _print_run(result: Any, config: Any) -> None:
     if curve.steps:
         console.print(f"  {f'{curve.what} curve':14} {run / f'{curve.what}.png'}")
     if result.status == "interrupted":
-        print(how_to_go_on(run))
+        print(resume_hint(run))
         return
     if result.checkpoint is None or (config.trl.mode == "simple" and config.trl.algorithm == "reward"):
         return

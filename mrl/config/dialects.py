@@ -1,4 +1,4 @@
-"""Messages in the words of whoever reads them: flags in a shell, arguments in Python. They are written for recipes."""
+"""Messages that name options as their reader gives them: flags in a shell, arguments in Python; else as in recipes."""
 
 from __future__ import annotations
 

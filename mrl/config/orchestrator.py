@@ -94,7 +94,7 @@ class OrchestratorConfig(Section):
         if overlap.async_mode == "pipeline" and algorithm.zero_variance_groups == "resample":
             raise ConfigError(
                 "zero_variance_groups: resample does not go with async_mode pipeline; use queue, where other groups "
-                "take the places of those that teach nothing as they end"
+                "take the places of those without a signal as they end"
             )
         if self.runtime.sync_weights_every > 1 and overlap.async_mode != "off":
             raise ConfigError(

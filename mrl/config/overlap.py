@@ -26,7 +26,7 @@ class OverlapConfig(Section):
     completions first."""
     over_sampling: float = Field(1.0, ge=1.0)
     """Groups begun for a step as a multiple of `batch_size`; the step takes those that end first. The others are
-    begun anew for the next step, or with `queue` carried into it."""
+    restarted for the next step, or with `queue` carried into it."""
 
     @field_validator("async_mode", mode="before")
     @classmethod

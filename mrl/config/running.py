@@ -88,7 +88,7 @@ class RuntimeConfig(Section):
     weight_sync_method: str = "reload"
     """How new weights reach the rollout workers (docs/weight-sync.md): `reload` (files), `direct` (the actor's own
     module in one process, shared memory on one machine), `volume` (a shared disk), `delta` (what changed), `checkpoint`
-    (the engine is made anew)."""
+    (the engine is rebuilt)."""
     weight_sync_dir: str | None = None
     """Directory for methods that write files: a memory-backed one is fastest, `volume` needs one that all machines see.
     None = the run's folder."""

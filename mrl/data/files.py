@@ -29,7 +29,7 @@ PROBE_SECONDS = 10.0
 """How long the Hub may take to answer before it counts as unreachable. Its client would retry for half a minute."""
 
 
-class Part(NamedTuple):
+class FirstRows(NamedTuple):
     """The first rows of a source."""
 
     rows: Iterable[Row]
@@ -58,7 +58,7 @@ def require_whole(split: str, where: str) -> None:
         )
 
 
-def dataset_rows(source: Any, split: str, limit: int | None, where: str) -> Part:
+def dataset_rows(source: Any, split: str, limit: int | None, where: str) -> FirstRows:
     """The first `limit` rows of a Dataset, IterableDataset or DatasetDict as plain Python. Raises DataError."""
     import datasets
 
@@ -71,11 +71,11 @@ def dataset_rows(source: Any, split: str, limit: int | None, where: str) -> Part
     if isinstance(source, datasets.IterableDataset):
         if limit is None:
             raise DataError(f"{where} is a stream, which may never end: set max_samples")
-        return Part((_without_none(row) for row in source.take(limit)), None)
+        return FirstRows((_without_none(row) for row in source.take(limit)), None)
     total = len(source)
     if limit is not None:
         source = source.select(range(min(limit, total)))
-    return Part([_without_none(row) for row in source.with_format(None)], total)
+    return FirstRows([_without_none(row) for row in source.with_format(None)], total)
 
 
 def looks_like_path(name: str) -> bool:
@@ -94,7 +94,7 @@ def no_such_path(path: Path) -> DataError:
     return DataError(f"dataset {str(path)!r}: there is no such file or folder{hint or missing}")
 
 
-def read_path(path: Path, config: str | None, split: str, limit: int | None) -> Part:
+def read_path(path: Path, config: str | None, split: str, limit: int | None) -> FirstRows:
     """The first `limit` rows of a local file or folder. Raises DataError, with the line of a broken JSONL file."""
     import datasets
 
@@ -117,7 +117,7 @@ def read_path(path: Path, config: str | None, split: str, limit: int | None) -> 
     return _load(where, path, limit, path=builder, data_files=str(path), split="train", **options)
 
 
-def read_hub(name: str, config: str | None, split: str, limit: int | None, hint: str = "") -> Part:
+def read_hub(name: str, config: str | None, split: str, limit: int | None, hint: str = "") -> FirstRows:
     """The first `limit` rows of a Hub dataset, downloaded or from the cache. Raises DataError: unreachable, unknown,
     gated, no split.
 
@@ -141,11 +141,11 @@ def read_hub(name: str, config: str | None, split: str, limit: int | None, hint:
     return dataset_rows(loaded, "train", limit, where)
 
 
-def _load(where: str, file: Path, limit: int | None, **arguments: Any) -> Part:
+def _load(where: str, file: Path, limit: int | None, **arguments: Any) -> FirstRows:
     """`datasets.load_dataset` into a folder that goes away: local files leave nothing behind and are never stale."""
     import datasets
 
-    with tempfile.TemporaryDirectory(prefix="mrl-data-") as cache, _as_data_error(where, file), _quiet(datasets):
+    with tempfile.TemporaryDirectory(prefix="mrl-data-") as cache, _as_data_error(where, file), _without_logs(datasets):
         return dataset_rows(datasets.load_dataset(cache_dir=cache, **arguments), "train", limit, where)
 
 
@@ -243,7 +243,7 @@ def _offline(settings: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
+def _without_logs(datasets: Any) -> Iterator[None]:
     """No progress bar and no error log for small local files: the DataError says it all."""
     bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()

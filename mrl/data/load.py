@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrl.data import files
-from mrl.data.files import Part
+from mrl.data.files import FirstRows
 from mrl.data.sources import DATASETS
 from mrl.data.tasks import Row, columns_of, rename_columns, rows_to_tasks
 from mrl.errors import ConfigError, DataError
@@ -116,7 +116,7 @@ def load_rows(
 
 def _read(
     source: Any, config: str | None, split: str, limit: int | None, seed: int, where: str = ""
-) -> tuple[Part, str]:
+) -> tuple[FirstRows, str]:
     """Rows and the name errors give them."""
     if isinstance(source, str | Path):
         return _read_name(source, config, split, limit, seed)
@@ -130,7 +130,7 @@ def _read(
     if isinstance(source, list | tuple):
         files.require_whole(split, where)
         # Not through datasets.Dataset.from_list: it takes the columns of the first row only, and drops the others.
-        return Part(source, len(source)), where
+        return FirstRows(source, len(source)), where
     if type(source).__name__ == "DataFrame":
         raise DataError(f"{where}: give a pandas DataFrame as frame.to_dict('records')")
     raise DataError(
@@ -138,14 +138,16 @@ def _read(
     )
 
 
-def _read_name(source: str | Path, config: str | None, split: str, limit: int | None, seed: int) -> tuple[Part, str]:
+def _read_name(
+    source: str | Path, config: str | None, split: str, limit: int | None, seed: int
+) -> tuple[FirstRows, str]:
     text = str(source)
     where = f"dataset {text!r}"
     if isinstance(source, str):
         name, _, argument = source.partition(":")
         if name in DATASETS.names():
             rows = DATASETS.get(name)(argument, config=config, split=split, max_samples=limit, seed=seed)
-            return Part(rows, len(rows)), where
+            return FirstRows(rows, len(rows)), where
         if argument and not Path(source).exists() and "/" not in name and len(name) > 1:
             try:
                 DATASETS.get(name)
@@ -164,7 +166,7 @@ def _read_name(source: str | Path, config: str | None, split: str, limit: int | 
 
 def _read_callable(
     source: Callable[..., Any], config: str | None, split: str, limit: int | None, seed: int
-) -> tuple[Part, str]:
+) -> tuple[FirstRows, str]:
     name = getattr(source, "__qualname__", type(source).__name__)
     where = f"dataset {name}()"
     offered = {"config": config, "split": split, "max_samples": limit, "seed": seed}
@@ -202,7 +204,7 @@ def _read_callable(
         files.require_whole(split, where)
     split = "train" if takes_split and not files.has_splits(result) else split
     part, where = _read(result, None, split, limit, seed, where)
-    return (Part(part.rows, None) if cut else part), where
+    return (FirstRows(part.rows, None) if cut else part), where
 
 
 def _renames(

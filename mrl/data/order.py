@@ -47,7 +47,7 @@ class TaskOrder:
         seen = set(avoid)
         for _ in range(self.batch_size if count is None else count):
             if len(seen) >= self.num_tasks:
-                seen.clear()  # every task once more
+                seen.clear()  # every task again
             batch.append(self._next(seen))
             seen.add(batch[-1])
         return batch

@@ -1,7 +1,7 @@
 """`reasoning_gym:TASK?option=value&…`: generated tasks with a verifier (github.com/open-thought/reasoning-gym).
 
-A row says how its task was made rather than what the verifier needs to know of it: the verifier makes it again,
-exactly, wherever it runs.
+A row holds the arguments that its task was generated with: the verifier generates the same task again, wherever it
+runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine is: one policy, on one set of devices. Token ids in, token ids out."""
+"""The interface of an engine: one policy on one set of devices. Token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """Implemented by one file per technology in this package.
+    """Implemented once per backend in this package.
 
-    One that needs something of the machine may have a static method `check(**options)`, which raises ConfigError before
-    a run begins; `create` gets the same options. One that counts what it samples may have `async sampled_tokens()`, the
-    tokens since it was made; they are shown while a step waits for them.
+    Optional: a static method `check(**options)`, which raises ConfigError before a run starts if the machine lacks
+    something (`create` gets the same options); `async sampled_tokens()`, the tokens sampled since the engine was
+    created, for progress displays.
     """
 
     version: int | None
@@ -35,8 +35,8 @@ class Engine(Protocol):
         """Sample one completion per request, in the order of the requests. Calls may overlap.
 
         A request that cannot be served (empty, too long, ids outside the vocabulary, impossible sampling parameters,
-        logits that are not finite, images for an engine that takes none) gets a completion with the reason "error" and
-        takes no other with it. Raises EngineError when nothing can be served: closed, without weights; EngineDied.
+        logits that are not finite, images for an engine that takes none) gets a completion with the reason "error"; the
+        others are not affected. Raises EngineError when nothing can be served: closed, without weights; EngineDied.
         """
         ...
 
@@ -45,11 +45,11 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, ref: WeightRef) -> int:
-        """Make `ref` the active policy and return its version. Raises SyncError; the old weights then stay whole."""
+        """Make `ref` the active policy and return its version. Raises SyncError; the old weights are then unchanged."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that are served, under their Hugging Face names."""
+        """The served tensors under their Hugging Face names."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests: checked before they are served, and as vLLM understands them."""
+"""Requests: checks before they are served, and translation to vLLM's parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def refusal(
     request: GenerateRequest, max_model_len: int, vocab_size: int | None, *, version: int, stop_strings: bool = True
 ) -> Completion | None:
-    """The answer to a request that cannot be served, which says why; None for one that can.
+    """The failed completion of a request that cannot be served, with the reason; None for one that can.
 
-    vocab_size: None = not known. version: the policy's. stop_strings: whether the engine can tell text from tokens.
+    vocab_size: None = not known. version: the policy's. stop_strings: whether the engine supports them.
     """
     try:
         _check(request, max_model_len, vocab_size)
@@ -57,7 +57,7 @@ def _check(request: GenerateRequest, max_model_len: int, vocab_size: int | None)
 
 
 def sampling_fields(request: GenerateRequest, end_ids: frozenset[int], max_model_len: int) -> dict[str, Any]:
-    """vLLM's sampling parameters for a request that was checked."""
+    """vLLM's sampling parameters for a checked request."""
     s = request.sampling
     fields: dict[str, Any] = {
         "temperature": s.temperature,
@@ -108,7 +108,7 @@ def end_ids(config: ModelConfig) -> frozenset[int]:
 
 
 def eos_ids(sources: Iterable[Any]) -> frozenset[int]:
-    """The end-of-sequence ids of configurations and tokenizers together; each has one, several or none."""
+    """All end-of-sequence ids of the given configs and tokenizers; each has one, several or none."""
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
@@ -117,7 +117,7 @@ def eos_ids(sources: Iterable[Any]) -> frozenset[int]:
 
 
 def versions_per_token(spans: list[list[int]], tokens: int, current: int) -> int | list[int]:
-    """[version, first token] spans as one version, or one per token where there are several."""
+    """[version, first token] spans → one version, or one per token if there are several."""
     if len(spans) <= 1:
         return spans[0][0] if spans else current
     ends = [start for _, start in spans[1:]] + [tokens]

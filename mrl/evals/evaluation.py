@@ -14,7 +14,7 @@ from mrl.errors import DataError, EngineError, TrainingError
 from mrl.experience.stats import Attempts, Interval, mean_reward, pass_rate
 from mrl.loop.collector import Collector
 from mrl.loop.preflight import check_engine, check_names, prepare_evaluation
-from mrl.loop.resources import check_place, rollout_resources
+from mrl.loop.resources import check_resources, rollout_resources
 from mrl.loop.reward_trial import try_rewards
 from mrl.loop.spawning import backend_of, sampling_params, spawn_rewards, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
@@ -26,7 +26,7 @@ from mrl.workers.pool import RolloutPool
 from mrl.workers.scoring import TrainerState
 
 TASKS_AT_ONCE = 1024
-"""So many are begun together; the next ones when all of them have ended."""
+"""Tasks attempted at a time; the next ones start when all of them have ended."""
 
 
 @dataclass
@@ -144,7 +144,7 @@ def summarize(
 async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[dict[str, Any]]:
     """`count` completions of one prompt, with their tokens' logprobs. Raises MRLError."""
     check_names(config)
-    check_place(config, rollout_resources(config))
+    check_resources(config, rollout_resources(config))
     check_engine(config)
     tokenizer = await in_thread(load_tokenizer, config.model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
@@ -184,5 +184,5 @@ async def _policy(backend: Backend, config: OrchestratorConfig, max_model_len: i
     worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
     await worker.call("load")
     policy = RolloutPool([worker], max_model_len)
-    await policy.introduce()
+    await policy.ask_capacity()
     return policy

@@ -1,1 +1,1 @@
-"""A run: what is attempted when, scored, trained on, published, recorded, and how it goes on after a stop."""
+"""A run: what is attempted when, scored, trained on, published, recorded, and resumed."""

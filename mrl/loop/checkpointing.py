@@ -14,11 +14,11 @@ from mrl.store.checkpoints import prune
 from mrl.store.run import RunStore
 
 KINDS = ("eval", "reward", "train")
-"""Of metrics that not every step has."""
+"""Prefixes of metrics that not every step has."""
 
 
 class Checkpointing:
-    """A run's checkpoints: one is written beside training, the next waits for it.
+    """A run's checkpoints. One is written while training goes on; the next waits for it.
 
     note: tells the user something. `written` is the step of the newest whole one, 0 for none.
     """
@@ -34,7 +34,7 @@ class Checkpointing:
         self._writing: int | None = None
 
     def path(self) -> Path | None:
-        """Of the newest whole one."""
+        """The newest complete checkpoint; None = there is none."""
         return self.store.checkpoint_path(self.written) if self.written else None
 
     def newest(self) -> int:
@@ -51,7 +51,7 @@ class Checkpointing:
         last: bool,
         stopping: bool = False,
     ) -> None:
-        """state: what training goes on from, besides the actor's part. metrics: of this step, for `best_metric`.
+        """state: what training resumes from, besides the actor's part. metrics: of this step, for `best_metric`.
         served: file with the rollout workers' weights, where they are not the actor's. The last one is waited for.
         stopping: the run ends early, perhaps before what `best_metric` names was measured.
 
@@ -114,7 +114,7 @@ def best_so_far(
     """Metric, value and step of the best checkpoint by `best_metric` (`wanted`), now that there is one of `step`.
 
     metrics: what was measured at this very step. Without the metric among them it is no candidate: no evaluation was
-    due, or the step taught nothing. Raises ConfigError where it was due and there is no such metric.
+    due, or the step made no update. Raises ConfigError where it was due and there is no such metric.
     """
     if wanted is None:
         return best

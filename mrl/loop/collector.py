@@ -34,8 +34,8 @@ class Collected:
 class Collector:
     """Attempts tasks with a run's source and scores the rollouts.
 
-    Rewards that look at each rollout by itself score a group as soon as it has ended, while others are still being
-    sampled; the others get all rollouts in one call.
+    Where all rewards look at each rollout by itself, a group is scored as soon as it has ended, while others are still
+    being sampled; else they get all rollouts in one call.
     """
 
     runner: Runner

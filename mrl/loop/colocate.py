@@ -86,12 +86,12 @@ class Colocation:
             self.actor_away = True
 
     def _level(self, *, syncs: bool) -> int:
-        """An adapter's update does not bring the base weights back."""
+        """Weights are kept unless a full sync follows: an adapter's does not bring the base weights back."""
         adapter = self.config.model.use_lora and self.config.serving.lora_sync == "adapter"
         return DROPS_WEIGHTS if syncs and not adapter else KEEPS_WEIGHTS
 
     async def _put_to_sleep(self, worker: WorkerHandle, level: int) -> None:
-        """One that cannot keeps its memory, so it is ended: the next weight sync replaces it."""
+        """A worker that cannot sleep keeps its memory, so it is killed: the next weight sync replaces it."""
         try:
             await worker.call("sleep", level)
         except (EngineError, WorkerDied) as error:
@@ -144,7 +144,7 @@ def gpu_shares(config: OrchestratorConfig, gpu: int, max_model_len: int) -> shar
 
 
 def gpu_memory(gpu: int) -> int:
-    """Of a GPU, by its number here, in bytes."""
+    """Memory of a GPU in bytes, by its number here."""
     import torch
 
     return int(torch.cuda.get_device_properties(gpu).total_memory)

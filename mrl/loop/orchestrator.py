@@ -3,7 +3,7 @@
     tasks -> rollouts -> rewards -> groups -> advantages -> actor step -> weight sync -> next tasks
 
 One direction, no way back except the weights. Every rollout is written down before it is forgotten. What is generated
-while the actor trains, and how far ahead, is the scheduler's to say (`mrl/loop/schedule.py`): there is one loop for all
+while the actor trains, and how far ahead, is up to the scheduler (`mrl/loop/schedule.py`): there is one loop for all
 modes.
 """
 
@@ -58,9 +58,9 @@ class Orchestrator(RecordedRun):
         self.seconds: dict[str, float] = {}
         self.mismatch_watch = MismatchWatch(self.config, self._note)
         self.boundary: dict[str, Any] | None = None
-        """What training goes on from after the last whole step, while what is under way may be given up."""
+        """The state after the last complete step, while what is in flight may be given up."""
         self.evaluation_due = False
-        """An evaluation after the last whole step was given up."""
+        """Whether the evaluation after the last complete step was given up."""
 
     async def _prepare(self) -> None:
         self.prepared = await in_thread(prepare, self.config)
@@ -102,12 +102,12 @@ class Orchestrator(RecordedRun):
             await self._last_checkpoint()
 
     async def _steps(self) -> None:
-        """Train until the end, or until asked to stop. Raises Stopped where that gives up what was under way."""
+        """Train until the end, or until asked to stop. Raises Stopped where that gives up what was in flight."""
         training = self.config.training
         if self._evaluates() and (self.point is None or self.point.state.get("evaluation_due")):
             await self._evaluate()
         while self.step < self.total_steps and not self.stopping:
-            self.boundary = self._state() if self._settled() else None
+            self.boundary = self._state() if self._can_undo_step() else None
             self.scheduler.advance(self.step, self.version)
             self.step += 1
             try:
@@ -123,14 +123,14 @@ class Orchestrator(RecordedRun):
             if due and not last and not self.stopping:
                 await self._checkpoint(last=False)
 
-    def _settled(self) -> bool:
-        """Whether nothing is under way between two steps, so that a step can be given up as if it had not begun."""
+    def _can_undo_step(self) -> bool:
+        """Whether nothing is in flight between two steps, so that a step can be given up as if it had not begun."""
         return self.config.overlap.async_mode == "off" and not self.config.overlap.by_group
 
     async def _take(self) -> Taken:
-        """The step's groups. A run that is asked to stop gives them up: generating is most of a step, and who sends
-        SIGTERM does not wait long. Not where no step was finished, which would be kept; nor in a pipeline, where what
-        is under way ends first for the resumed run to be the same one."""
+        """The step's groups. A run that is asked to stop gives them up: generating is most of a step, and whoever sends
+        SIGTERM does not wait long. Two cases wait: the first step, before which there is nothing to keep; and
+        `pipeline`, where what is in flight has to end for the resumed run to be the same."""
         work = self.scheduler.take(self.step, self.version)
         if self.step == 1 or self.config.overlap.async_mode == "pipeline":
             return await work
@@ -177,7 +177,7 @@ class Orchestrator(RecordedRun):
         self.store.write_step(self.step, metrics, recorded)
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
-        """Where in the data the step is, what reward functions logged, and with what runs ahead, how old it is."""
+        """The epoch, what reward functions logged, and, where generation runs ahead, staleness and counts of groups."""
         metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_metrics(taken.logged)}
         if self.config.algorithm.zero_variance_groups == "resample":
             metrics["rollout/resamples"] = float(taken.resamples)
@@ -203,7 +203,7 @@ class Orchestrator(RecordedRun):
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")
         await self.mismatch_watch.look(self.step, metrics, self.actor, self.workers)
         if self._just_synced() and self.stopping:
-            self.version += 1  # nobody samples with them any more, and a resumed run sends them first
+            self.version += 1  # nothing samples with them any more; a resumed run sends them first
         elif self._just_synced():
             if not self.config.overlap.in_flight:
                 with self._timed("wait"):
@@ -217,7 +217,7 @@ class Orchestrator(RecordedRun):
 
     async def _evaluate(self) -> None:
         """Attempt the held-out tasks once each, with the same seeds every time."""
-        await self.scheduler.finish_begun()  # reward functions may draw from one generator of random numbers
+        await self.scheduler.finish_in_flight()  # reward functions may draw from one generator of random numbers
         self.boundary, self.evaluation_due = self._state(), True
         await self._unless_stopped(self._attempt_held_out())
         self.boundary, self.evaluation_due = None, False
@@ -242,7 +242,7 @@ class Orchestrator(RecordedRun):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     async def _last_checkpoint(self) -> None:
-        """Of where the run ends, unless that is what the last one holds."""
+        """Checkpoint the end of the run, unless the last checkpoint holds it."""
         began_with = self.point is not None and bool(self.point.state.get("evaluation_due"))
         if self.checkpoints.newest() == self.step and self.evaluation_due == began_with:
             await self.checkpoints.finish(self.step)
@@ -252,7 +252,7 @@ class Orchestrator(RecordedRun):
     async def _checkpoint(self, *, last: bool) -> None:
         self.progress.stage("saving")
         if self.boundary is None:
-            await self.scheduler.finish_begun()
+            await self.scheduler.finish_in_flight()
         state = (self.boundary or self._state()) | {
             "tasks": fingerprint(self.prepared.tasks),
             "trackers": self.trackers.run_ids(),
@@ -263,7 +263,7 @@ class Orchestrator(RecordedRun):
         await self.checkpoints.write(self.step, state, known, served=served, last=last, stopping=self.stopping)
 
     def _state(self) -> dict[str, Any]:
-        """What training goes on from after this step, besides the actor's part."""
+        """What training resumes from after this step, besides the actor's part."""
         return {
             "policy_version": self.version,
             "order": self.order.state_dict(),
@@ -307,7 +307,7 @@ class Orchestrator(RecordedRun):
         if self.point is not None:
             await self.actor.call("load_checkpoint", await self.backend.put(self.point.checkpoint.path))
         await self._first_sync()
-        await self.policy.introduce()
+        await self.policy.ask_capacity()
         return facts
 
     async def _first_sync(self) -> None:
@@ -324,7 +324,7 @@ class Orchestrator(RecordedRun):
             await worker.call("update_weights", ref)
 
     def _make_scheduler(self) -> None:
-        """What to attempt next: from the beginning, or where the checkpoint says."""
+        """The scheduler, at the beginning or where the checkpoint was written."""
         config, tasks = self.config, self.prepared.tasks
         training = config.training
         order = TaskOrder(len(tasks), training.batch_size, seed=training.seed, shuffle=config.data.shuffle)
@@ -352,7 +352,7 @@ class Orchestrator(RecordedRun):
     # --- small things -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """What is under way now, for those who watch the run."""
+        """Bring the progress that is shown up to date."""
         facts = self.progress.facts
         facts.in_flight = self.collector.runner.in_flight
         if facts.stage in ("generating", "scoring"):

@@ -18,7 +18,7 @@ from mrl.engines.vllm import devices as vllm_devices
 from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
-from mrl.loop.resources import actor_resources, check_place, reward_resources, rollout_resources
+from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts import ROLLOUT_SOURCES, check_source
 from mrl.rollouts.prompts import PromptEncoder
@@ -62,7 +62,7 @@ class Counts:
 def prepare(config: OrchestratorConfig) -> Prepared:
     """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
     check_names(config)
-    check_place(config, actor_resources(config), rollout_resources(config), reward_resources())
+    check_resources(config, actor_resources(config), rollout_resources(config), reward_resources())
     _let_source_score(config)
     if config.generation.temperature == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
@@ -86,7 +86,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     for part in (tasks, eval_tasks):
         if part:
             check_rewards(rewards, part)
-    counts = Counts(of(len(tasks), all_tasks), of(len(eval_tasks), all_eval_tasks))
+    counts = Counts(taken_of(len(tasks), all_tasks), taken_of(len(eval_tasks), all_eval_tasks))
     prepared = _with_model(config, tasks, eval_tasks, counts, rewards)
     if colocated:
         _, actor = engine_gpus(config)
@@ -144,7 +144,7 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
 def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
     """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
     check_names(config)
-    check_place(config, rollout_resources(config), reward_resources())
+    check_resources(config, rollout_resources(config), reward_resources())
     _let_source_score(config)
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
@@ -152,7 +152,7 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     check_rewards(rewards, tasks)
     if by is not None:
         require_columns(tasks, [by], "by: breaking the results down")
-    return _with_model(config, tasks, [], Counts(of(len(tasks), all_tasks), "0"), rewards)
+    return _with_model(config, tasks, [], Counts(taken_of(len(tasks), all_tasks), "0"), rewards)
 
 
 def check_engine(config: OrchestratorConfig) -> None:
@@ -205,8 +205,8 @@ def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
     }
 
 
-def of(taken: int, total: int | None) -> str:
-    """How many of how many. total: None = of a stream, which nobody counted."""
+def taken_of(taken: int, total: int | None) -> str:
+    """How many rows were taken of how many, as text. total: None = a stream, which nobody counted."""
     return f"the first {taken}" if total is None else str(taken) if taken == total else f"{taken} of {total}"
 
 
@@ -248,7 +248,7 @@ def load_eval_rows(config: OrchestratorConfig) -> Loaded:
 
 
 def draw_eval(config: OrchestratorConfig, rows: list[Row]) -> list[Row]:
-    """The same draw for rows as for tasks."""
+    """The held-out rows of an evaluation: the same draw as for tasks."""
     return [rows[index] for index in _drawn(config, len(rows))]
 
 
@@ -302,7 +302,13 @@ def check_names(config: OrchestratorConfig) -> None:
         (SANDBOXES, config.reward.sandbox),
     ):
         registry.get(name)
-    check_source(config.rollout.rollout_source, config.rollout.rollout_options)
+    source = check_source(config.rollout.rollout_source, config.rollout.rollout_options)
+    for limit in ("rollout_timeout", "max_concurrent_rollouts"):
+        if hasattr(source, "collect") and getattr(config.rollout, limit) is not None:
+            raise ConfigError(
+                f"{limit}: rollout_source {config.rollout.rollout_source} makes all rollouts of a step in one call, so "
+                "there are no single attempts to limit; leave it out"
+            )
     check_trackers(config.run.report_to)
 
 

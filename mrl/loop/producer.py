@@ -41,7 +41,7 @@ class Producer:
             await add_reference_logprobs(groups, self.config, self.actor)
             batch.seconds["reference"] = perf_counter() - start
 
-        # With `colocate` vLLM has the device now, and the actor is asked once it is its turn.
+        # With `colocate` vLLM has the GPU now; the actor computes reference logprobs in its own turn.
         beside = not self.config.overlap.by_group and not self.config.serving.colocate
         asks_reference = self.config.algorithm.beta > 0 and beside
         done = await self.collector.collect(

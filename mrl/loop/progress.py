@@ -25,7 +25,7 @@ Handles = Callable[[], Sequence[WorkerHandle]]
 
 
 class RunProgress:
-    """The facts of one run, and who is told of them: the trackers that show them, and, once it is open, the store."""
+    """The facts of one run, passed on to the trackers that show them and, once it is open, to the store."""
 
     def __init__(self, trackers: TrackerSet) -> None:
         self.facts = Progress()
@@ -53,7 +53,7 @@ class RunProgress:
         self.tell()
 
     def tell(self) -> None:
-        """The facts have changed."""
+        """Pass the changed facts on."""
         self.trackers.phase(self.facts.stage, self._detail or shown_counts(self.facts))
         if self.store is not None:
             self.store.report(self.facts)
@@ -68,7 +68,7 @@ class RunProgress:
         finally:
             watching.cancel()
             self.workers.close()
-            # What somebody who only looks stumbles over is no reason to lose a run.
+            # An error while watching is no reason to lose a run.
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _watch(self, look: Callable[[], None], rollout: Handles, others: Handles) -> None:
@@ -102,7 +102,7 @@ class _Place:
 
 class WorkerWatch:
     """Asks rollout workers for the version they serve and the tokens they have sampled, and others whether they are
-    alive; each once at a time: one that does not answer is neither asked again nor waited for.
+    alive. One question to each at a time: a worker that does not answer is not asked again, nor waited for.
     """
 
     def __init__(self) -> None:
@@ -119,11 +119,11 @@ class WorkerWatch:
         return sampled
 
     def health(self) -> list[WorkerHealth]:
-        """Of every worker, as it was when it last answered."""
+        """The health of every worker when it last answered."""
         return [place.health for place in self._places.values()]
 
     def close(self) -> None:
-        """Wait for no answer any more."""
+        """Stop waiting for answers."""
         for place in self._places.values():
             if place.asking is not None:
                 place.asking.cancel()
@@ -142,7 +142,7 @@ class WorkerWatch:
                 place.health.alive = await place.handle.alive()
                 return
             answer: dict[str, Any] = await place.handle.call(method)
-        except Exception:  # it is gone, being replaced or worse: whoever works with it deals with that
+        except Exception:  # it is gone or being replaced: whoever works with it handles that
             place.health.alive = False
             return
         place.health.alive, place.health.version = True, answer["version"]

@@ -22,10 +22,10 @@ from mrl.loop.resume import (
     check_same_run,
     check_same_tasks,
     find_resume_point,
-    how_to_go_on,
     random_state,
     record_options,
     resume_command,
+    resume_hint,
     set_random_state,
 )
 from mrl.loop.reward_trial import try_rewards
@@ -51,7 +51,7 @@ GIVING_UP_SECONDS = 5.0
 
 @dataclass(repr=False)
 class RunResult:
-    """What a run came to."""
+    """The result of a run."""
 
     run_dir: Path
     status: Outcome
@@ -118,13 +118,13 @@ class RecordedRun(ABC):
         self._tracker_ids: dict[str, str] = {}
         self._reset()
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._asked = asyncio.Event()
-        self._gives_up = False
+        self._stop_requested = asyncio.Event()
+        self._stop_cancels = False
         self.wording: Callable[[str], str] = str
-        """How what is shown speaks of options: as flags, as arguments, or as in recipes, which the record keeps to."""
+        """Rewords option names in what is shown, as flags or arguments. The record has them as in recipes."""
 
     def _reset(self) -> None:
-        """Everything that training changes, as it is before it."""
+        """Reset everything that training changes."""
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
@@ -159,13 +159,13 @@ class RecordedRun(ABC):
             try:
                 await self._train_until_done()
                 outcome, checkpoint = "finished" if self._complete() else "interrupted", self._newest_checkpoint()
-            except Stopped:  # while it loaded: what there was before is what there is
+            except Stopped:  # while it loaded: there is no newer checkpoint
                 checkpoint = None if self.point is None else self.point.checkpoint.path
             if self.stopping and outcome != "finished":
                 outcome = "interrupted"
             warnings = self._sum_up(outcome)
             if self.stopping and outcome != "finished":
-                self._note(how_to_go_on(self.run_dir))
+                self._note(resume_hint(self.run_dir))
             self.store.finish(outcome)
         except BaseException as error:
             if self.stopping and isinstance(error, asyncio.CancelledError):  # asked twice
@@ -211,7 +211,7 @@ class RecordedRun(ABC):
                 await self._start_over(error)
 
     async def _start_over(self, error: WorkerDied) -> None:
-        """Everything as it was when the last checkpoint was written, or when the run began."""
+        """Go back to the last checkpoint, or to the beginning, with a new worker."""
         self.restarts += 1
         died_in, self.point = self.step, find_resume_point(self.run_dir)
         after = 0 if self.point is None else self.point.state["step"]
@@ -222,7 +222,7 @@ class RecordedRun(ABC):
         await self.backend.close()
         self._clean_up()
         self._reset()
-        self._go_to_point(self.store)
+        self._rewind_to_checkpoint(self.store)
         self.store.event("restart", message)  # of no step, so that no further restart forgets it
         if self.point is None:
             set_random_state(self._random_before)
@@ -235,7 +235,7 @@ class RecordedRun(ABC):
     # --- being stopped ----------------------------------------------------------------------------------------------
 
     def request_stop(self, number: int) -> None:
-        """Have the run keep what it has trained and end. From any thread, and from a signal handler. number: the
+        """Ask the run to write a checkpoint and end. From any thread, and from a signal handler. number: the
         signal's."""
         self.signal = number
         if self._event_loop is not None:
@@ -244,7 +244,7 @@ class RecordedRun(ABC):
 
     def end_at_once(self, number: int) -> NoReturn:
         """End the process, from within a signal handler, saying what was kept."""
-        end_process(number, f"stopped at once. {how_to_go_on(self.run_dir)}")
+        end_process(number, f"stopped at once. {resume_hint(self.run_dir)}")
 
     # --- what a subclass does ---------------------------------------------------------------------------------------
 
@@ -273,17 +273,17 @@ class RecordedRun(ABC):
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. Raises Stopped, and cancels it, when the run is asked to stop before it has ended.
 
-        For what a resumed run does again; an error in it is then of no interest.
+        For work that a resumed run repeats: an error in it no longer matters then.
         """
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
-        self._gives_up = True
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._stop_requested.wait())
+        self._stop_cancels = True
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
             if self.stopping and not (task.done() and task.exception() is None):
                 raise Stopped
             return await task
         finally:
-            self._gives_up = False
+            self._stop_cancels = False
             asked.cancel()
             if not task.done():
                 task.cancel()
@@ -324,7 +324,7 @@ class RecordedRun(ABC):
                 self._note(f"from here on the last bits may be others than without the stop: {', '.join(changed)}")
 
     def _changed_environment(self, now: dict[str, Any]) -> list[str]:
-        """What is another than when this run was started the last time."""
+        """What changed since this run was last started."""
         starts = [row for row in read_rows(self.run_dir, "events") if row["kind"] == "start"] if self.resume else []
         return differences(starts[-1].get("environment", {}), now) if starts else []
 
@@ -371,14 +371,14 @@ class RecordedRun(ABC):
         store = RunStore.reopen(self.run_dir)
         try:
             record_options(self.run_dir, self.config)
-            self._go_to_point(store)
+            self._rewind_to_checkpoint(store)
             store.event("resume", f"going on after step {self.step}", step=self.step)
         except BaseException:
             store.close()  # lets another process have the run
             raise
         return store
 
-    def _go_to_point(self, store: RunStore) -> None:
+    def _rewind_to_checkpoint(self, store: RunStore) -> None:
         """Forget what came after the checkpoint, or all of it where there is none."""
         self.step = 0 if self.point is None else self.point.state["step"]
         store.rewind(self.step if self.point is not None else -1)
@@ -393,8 +393,8 @@ class RecordedRun(ABC):
         if self.stopping:
             return
         self.stopping = True
-        self._asked.set()
+        self._stop_requested.set()
         if hasattr(self, "store"):
             why = "interrupted" if self.signal in (None, signal.SIGINT) else signal.Signals(self.signal).name
-            what = "giving up what is under way" if self._gives_up else "finishing this step"
+            what = "giving up what is under way" if self._stop_cancels else "finishing this step"
             self._note(f"{why}: {what} and writing a checkpoint (Ctrl-C again to stop at once)")

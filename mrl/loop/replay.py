@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass
 class Replay:
-    """What replaying a step gave."""
+    """The result of replaying a step."""
 
     step: int
     checkpoint: int
@@ -75,7 +75,7 @@ class Replay:
     environment: dict[str, Any]
     """Of the replay: device, processor, threads and versions of libraries."""
     changed: list[str] | None
-    """What of it is another than when the replayed steps were trained; None = the record does not say."""
+    """What differs from when the replayed steps were trained; None = the record does not say."""
     tolerance: float
     """Largest difference that counts as rounding, as a share of a metric."""
     token_tolerance: float
@@ -200,7 +200,7 @@ def _begin_from_checkpoint(run: Path, step: int, actor: Any) -> int:
 
 def _groups(run: Path, step: int) -> list[Group]:
     """The step's groups as they were scored, in their order."""
-    groups: dict[int, Group] = {}  # one task may have several: dynamic sampling comes round to it again
+    groups: dict[int, Group] = {}  # one task may have several: dynamic sampling may draw it twice
     with RunReader(run) as reader:
         rows = list(reader.rollouts(Filter(step=step)))
     for row in rows:

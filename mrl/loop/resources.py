@@ -14,22 +14,22 @@ from mrl.rewards.functions import split_file
 
 
 def actor_resources(config: OrchestratorConfig) -> Resources:
-    """Of the worker that trains."""
+    """Resources of the worker that trains."""
     return Resources(*type_and_number(config.runtime.actor_gpu))
 
 
 def rollout_resources(config: OrchestratorConfig) -> Resources:
-    """Of each worker that generates."""
+    """Resources of each worker that generates."""
     return Resources(*type_and_number(config.runtime.rollout_gpu))
 
 
 def reward_resources() -> Resources:
-    """Of each worker that scores."""
+    """Resources of each worker that scores."""
     return Resources()
 
 
-def check_place(config: OrchestratorConfig, *workers: Resources) -> None:
-    """Raise ConfigError when the run's backend cannot have such workers, or an option of its own will not do."""
+def check_resources(config: OrchestratorConfig, *workers: Resources) -> None:
+    """Raise ConfigError when the run's backend cannot provide such workers, or has an option with a bad value."""
     check_backend(config.runtime.backend, config.runtime.backend_options, list(workers))
 
 
@@ -52,7 +52,7 @@ async def model_for(backend: Backend, config: OrchestratorConfig) -> dict[str, A
 
 
 def base_name(config: OrchestratorConfig) -> str:
-    """What an adapter that this run trains adapts, wherever a worker has loaded it from."""
+    """The base model of the adapter that this run trains, wherever a worker has loaded it from."""
     source = resolve_model(config.model.model)
     return base_of_adapter(source) or source
 

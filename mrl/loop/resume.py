@@ -38,12 +38,12 @@ MAY_CHANGE = frozenset(
 """Options that may differ when a run is resumed without making it another run."""
 
 NEVER = frozenset({"mode", "algorithm", "use_lora", "lora_r", "lora_target_modules"})
-"""Options that `allow_change` does not help: what checkpoints hold has the shape that they give it."""
+"""Options that not even `allow_change` may change: they decide which tensors checkpoints hold."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on."""
+    """Where a run is resumed."""
 
     checkpoint: Checkpoint
     state: dict[str, Any]
@@ -75,8 +75,8 @@ def find_resume_point(run: Path) -> ResumePoint | None:
     return None if checkpoint is None else ResumePoint(checkpoint, checkpoint.state, problems)
 
 
-def how_to_go_on(run: Path) -> str:
-    """What a run that was stopped has kept, and how to go on with it, in sentences."""
+def resume_hint(run: Path) -> str:
+    """What a stopped run has kept and how to resume it, in sentences."""
     if find_run(str(run)) is None:
         return "Nothing was kept: the run had not begun."
     checkpoints = list_checkpoints(run)
@@ -85,7 +85,7 @@ def how_to_go_on(run: Path) -> str:
 
 
 def resume_command(run: Path) -> str:
-    """What goes on with a run: a command, or Python where the run's record lacks what was given in Python."""
+    """How to resume a run: a command, or Python where the run's record lacks what was given in Python."""
     try:
         given_in_python = [name for name, value in stored_options(run).items() if is_description(value)]
     except ConfigError:  # the command will say so
@@ -110,7 +110,7 @@ def stored_options(run: Path) -> dict[str, Any]:
 
 
 def resumed_config(run: Path, given: dict[str, Any]) -> OrchestratorConfig:
-    """The run's own configuration with what was `given` anew in its place. Raises ConfigError.
+    """The run's own configuration, overridden by what was `given`. Raises ConfigError.
 
     Callables and datasets are not in a run's record: they have to be given again. The record holds every option; those
     at their defaults do not count as given.
@@ -128,7 +128,7 @@ def resumed_config(run: Path, given: dict[str, Any]) -> OrchestratorConfig:
 
 
 def record_options(run: Path, config: OrchestratorConfig) -> None:
-    """Put the options a run goes on with in the place of its old ones."""
+    """Replace a run's recorded options by those it is resumed with."""
     partial = run / "config.yaml.partial"
     partial.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
     os.replace(partial, run / "config.yaml")
@@ -211,7 +211,7 @@ def is_description(value: Any) -> bool:
 
 
 def _comparable(value: Any) -> Any:
-    """Where a function stands in its file may change; which function it is may not."""
+    """A recorded function without its file and line, which may change; the function itself may not."""
     if isinstance(value, list):
         return [_comparable(item) for item in value]
     return value.partition(", ")[0] if is_description(value) else value

@@ -37,12 +37,12 @@ async def try_rewards(
 ) -> list[str]:
     """Calls each reward function once with made-up completions of the first text prompt and of the first conversation.
 
-    Nothing where `reward_trial` is off: what a function writes, counts or pays for, it does in these calls too.
+    Nothing where `reward_trial` is off: what a function writes, counts or pays for, these calls do too.
     steps: of the run, for `trainer_state`. loop: whether the functions will run on this event loop; if not,
-    asynchronous ones are left alone, which may hold on to the loop they were first called on. tell: gets the functions'
+    asynchronous ones are skipped: they may stay bound to the loop they were first called on. tell: gets the functions'
     names before they are called. Returns notices on functions that seem to misread their completions. Raises
     RewardError for one that fails, and would not with completions of the other kind; one that fails with both may only
-    dislike what was made up here, and one that takes more than five seconds is not judged. Python's and numpy's random
+    refuse made-up completions, and one that takes more than five seconds is not judged. Python's and numpy's random
     numbers go on as if nothing had been drawn.
     """
     if not config.reward.reward_trial:

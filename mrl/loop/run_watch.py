@@ -1,5 +1,5 @@
-"""Watches for what goes wrong without ending a run: rollouts without a score, completions that are cut, rewards that
-teach nothing. Each cause is told when it is first seen and whenever it has doubled; the end has the sums."""
+"""Watches for what goes wrong without ending a run: rollouts without a score, completions that are cut, rewards
+without a signal. Each cause is reported when it is first seen and whenever it has doubled; the end has the sums."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from mrl.system.units import plural
 from mrl.types import Group, Rollout, TrainBatch
 
 ALIKE_STEPS = 5
-"""Steps in a row in which no group's rewards differ before that is told: one or two are chance."""
+"""Steps in a row in which no group's rewards differ before a warning: one or two are chance."""
 TRUNCATED = 0.5
-"""Share of a step's completions that are cut from which on it is told."""
+"""Share of a step's completions that are cut, from which on there is a warning."""
 MOST_CAUSES = 8
-"""Causes that are told one by one: messages may hold text that is different every time."""
+"""Causes that are reported one by one: messages may hold text that is different every time."""
 
 
 @dataclass
 class _Tally:
     count: int = 0
     next: int = 1
-    """The count at which it is told again."""
+    """The count at which it is reported again."""
 
 
 class RunWatch:
-    """One run's. warn: tells the user, and writes it down."""
+    """The warnings of one run. warn: shows one to the user and records it."""
 
     def __init__(self, config: OrchestratorConfig, run: Path, warn: Callable[[str], None]) -> None:
         self.config, self.run, self.warn = config, run, warn
@@ -48,8 +48,8 @@ class RunWatch:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         self._failures(f"step {step}", "rollouts", rollouts)
         self._truncation(step, rollouts)
-        if self.config.algorithm.zero_variance_groups == "keep":  # else `no_update` tells it
-            self._agreement(step, groups)
+        if self.config.algorithm.zero_variance_groups == "keep":  # else `no_update` reports it
+            self._zero_variance(step, groups)
 
     def look_at_evaluation(self, step: int, groups: list[Group]) -> None:
         """At the rollouts of an evaluation."""
@@ -60,7 +60,7 @@ class RunWatch:
         """A step had nothing to train on."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not any(map(is_scored, rollouts)):
-            return  # `look` tells that, and why
+            return  # `look` reports that, and why
         if not batch.num_sequences:
             constant = _constant([r.reward for r in rollouts if r.reward is not None])
             kind, why = "alike", "no group of rollouts differed in reward (see zero_variance_groups)"
@@ -100,7 +100,7 @@ class RunWatch:
                 f"as they were{so_far}"
             )
 
-    def _agreement(self, step: int, groups: list[Group]) -> None:
+    def _zero_variance(self, step: int, groups: list[Group]) -> None:
         scored = [rollout for group in groups for rollout in group.rollouts if is_scored(rollout)]
         if not scored:
             return
@@ -122,7 +122,7 @@ class RunWatch:
         if constant is None:
             return (
                 f"{last} all rewards of a group were equal, in every group: nothing is learned where they agree. Tasks "
-                "that are solved now and then would teach, and so may more num_generations"
+                "that are solved now and then would help, and so may more num_generations"
             )
         if constant >= PASS:
             return f"every reward was {constant:g} {last}: there is nothing left to learn from these tasks"
@@ -132,7 +132,7 @@ class RunWatch:
         )
 
     def _count(self, key: str, amount: int) -> int:
-        """Adds to a tally. Returns its count when it is time to tell, else 0."""
+        """Adds to a tally. Returns its count when it is due to be reported, else 0."""
         tally = self._tallies.setdefault(key, _Tally())
         tally.count += amount
         if tally.count < tally.next:
@@ -164,9 +164,9 @@ def _failed(reader: RunReader) -> list[str]:
 def _alike_steps(reader: RunReader) -> list[str]:
     agree = {step for step, share in reader.series("reward/zero_variance_groups") if share == 1.0}
     spread = dict(reader.series("reward/std"))
-    taught = reader.steps_with_advantage()
+    with_advantage = reader.steps_with_advantage()
     alike = [row for row in reader.steps() if row["step"] in agree]
-    alike = [row for row in alike if spread.get(row["step"]) == 0 or row["step"] not in taught]
+    alike = [row for row in alike if spread.get(row["step"]) == 0 or row["step"] not in with_advantage]
     if not alike or len(alike) < len(spread) / 2:
         return []
     constant = _constant([row[name] for row in alike for name in ("reward_min", "reward_max")])

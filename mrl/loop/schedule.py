@@ -1,25 +1,24 @@
-"""Experience ahead of time: which tasks are begun when, and which groups a step gets.
+"""Scheduling of rollouts: which tasks are started when, and which groups a step trains on.
 
 Tasks are drawn in batches, one for each step, and attempted ahead of training: those of step n may begin as soon as
 step n - 1 - `ahead` was trained, so that `ahead` = 0 is the synchronous loop and nothing else differs between the
-modes. There are two ways to hand them out (mrl/loop/schedule_modes.py). `WholeBatches`: a step gets the batch that was
+modes. Groups are handed out in two ways (mrl/loop/schedule_modes.py). `WholeBatches`: a step gets the batch that was
 drawn for it. `SingleTasks`: a step takes the groups that end first, whichever step their tasks were drawn for.
 
-What becomes of a TaskBatch, which is a step's whole batch or one of its tasks:
+The states of a TaskBatch, which is a step's whole batch or one of its tasks:
 
                begin            sampled            scored          take
     waiting ─────────▶ generating ─────▶ generated ─────▶ done ─────────▶ its step trains on it
        ▲                   │                 │             │
-       └───────────────────┴─────────────────┴─────────────┤ not needed by its step, or too old: begun once more
-                                                           └ too old, with `queue`: dropped, another task is drawn
-    generating or generated ─▶ failed: what went wrong is raised when its step comes
+       └───────────────────┴─────────────────┴─────────────┤ not needed by its step, or too old: restarted
+                                                           └ too old, with `queue`: dropped and resampled
+    generating or generated ─▶ failed: the error is raised when its step comes
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where groups without a signal are resampled, further tasks are
-drawn in their place as they are found out. What is drawn depends on rewards alone, which depend on the seed alone, and
+drawn in their place once they are scored. What is drawn depends on rewards alone, which depend on the seed alone, and
 every draw moves the data cursor that checkpoints hold.
 
-All times and orders that are left to chance are here: with whole batches there are none, and a run is the same every
-time.
+All nondeterminism of timing is here: with whole batches there is none, and a run is reproducible.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class Taken:
     seconds: dict[str, float]
     """What they took, by kind of work."""
     dropped: list[Group]
-    """Since the last step: what was generated and no step trains on; its rollouts say why."""
+    """Since the last step: groups that were generated and that no step trains on; their rollouts say why."""
     counts: dict[str, int]
     """Since the last step: groups that were `dropped` for their age, that were generated and `unused` because the step
-    had enough, and that were `stopped` before that. The latter two are begun once more."""
+    had enough, and that were `stopped` before that. The latter two are restarted."""
     resamples: int
-    """How often further tasks were drawn in the place of groups without a signal."""
+    """Rounds in which groups without a signal were resampled."""
 
     @property
     def groups(self) -> list[Group]:
@@ -89,18 +88,20 @@ class Scheduler(ABC):
         self.batches: list[TaskBatch] = []
         """Drawn and not handed out yet, in order."""
         self.taking: list[TaskBatch] = []
-        """What the step that waits has so far."""
+        """What the waiting step has so far."""
         self.dropped: list[Group] = []
         self.counts = _no_counts()
-        self.draws_again = self.endings = 0
-        self.news = asyncio.Event()
+        self.extra_draws = 0
+        """Draws beyond the first of a step; the seeds of resampled tasks derive from it."""
+        self.endings = 0
+        self.changed = asyncio.Event()
 
     # --- what the loop calls ----------------------------------------------------------------------------------------
 
     def advance(self, trained: int, version: int) -> None:
-        """Step `trained` is behind us and the samplers serve `version`: begin what may begin now."""
+        """Step `trained` is done and the samplers serve `version`: start what may start now."""
         self.trained = trained
-        self._give_up_stale(version)
+        self._drop_stale(version)
         self._draw_up_to(self._limit())
         for batch in self._may_begin():
             batch.version, batch.stage = version, "generating"
@@ -127,12 +128,12 @@ class Scheduler(ABC):
     async def drain(self) -> None:
         """Return when nothing is being sampled, so that the weights can change between completions. Never raises: what
         has failed is raised when its step comes."""
-        while self.generating() and not self._stopped_the_rest():
-            await self._next_news()
+        while self.generating() and not self._stop_surplus():
+            await self._next_change()
 
     @abstractmethod
-    async def finish_begun(self) -> None:
-        """Wait for what is under way, where a checkpoint has to hold it so that a resumed run is the same run.
+    async def finish_in_flight(self) -> None:
+        """Wait for what is in flight, where a checkpoint has to hold it so that a resumed run is the same run.
 
         What fails is raised when its step comes."""
 
@@ -146,7 +147,7 @@ class Scheduler(ABC):
         return [group for batch in batches for group in batch.groups or batch.attempted]
 
     def in_flight(self) -> int:
-        """Groups that were begun and that no step has taken."""
+        """Groups that were started and that no step has taken."""
         return sum(len(batch.indices) for batch in self.batches if batch.stage != "waiting")
 
     def unused(self) -> list[Group]:
@@ -154,7 +155,7 @@ class Scheduler(ABC):
         return [group for batch in self.batches for group in batch.groups] + self.dropped
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel what is in flight."""
         works = [batch.work for batch in self.batches if batch.work is not None]
         for work in works:
             work.cancel()
@@ -163,19 +164,19 @@ class Scheduler(ABC):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: every batch that was drawn, with its groups where it is done. Others are begun once more."""
+        """Plain data: every batch that was drawn, with its groups where it is done. Others are restarted."""
         return {
             "drawn": self.drawn,
             "numbers": self.numbers,
-            "draws_again": self.draws_again,
+            "draws_again": self.extra_draws,
             "sizes": {str(step): size for step, size in self.sizes.items()},
             "batches": [batch.state_dict() for batch in self.batches],
         }
 
     def load_state_dict(self, state: dict[str, Any], tasks: list[Task]) -> None:
         """Go on from `state_dict`. tasks: those that indices refer to. Raises ConfigError when options or tasks changed
-        so that what is in flight cannot be gone on with."""
-        self.drawn, self.numbers, self.draws_again = state["drawn"], state["numbers"], state["draws_again"]
+        so that what is in flight cannot be continued."""
+        self.drawn, self.numbers, self.extra_draws = state["drawn"], state["numbers"], state["draws_again"]
         self.sizes = {int(step): size for step, size in state["sizes"].items()}
         by_id = {task.id: task for task in tasks}
         for stored in state["batches"]:
@@ -183,15 +184,15 @@ class Scheduler(ABC):
             self.batches.append(TaskBatch.from_state(stored, by_id))
         self.endings = max((batch.ended for batch in self.batches), default=0)
 
-    # --- what the ways differ in ------------------------------------------------------------------------------------
+    # --- what the modes differ in -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _parts(self, indices: list[int]) -> list[list[int]]:
         """A step's tasks as they are attempted: together, or each by itself."""
 
     @abstractmethod
-    def _could_have_begun(self, stored: dict[str, Any]) -> bool:
-        """Whether a stored batch is one of this way's."""
+    def _accepts_stored(self, stored: dict[str, Any]) -> bool:
+        """Whether a stored batch was started in this mode."""
 
     @abstractmethod
     def _may_begin(self) -> list[TaskBatch]:
@@ -211,25 +212,25 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _missing(self, step: int, taken: list[TaskBatch]) -> int:
-        """Tasks to draw in the place of groups without a signal, now that the last of `taken` was found out."""
+        """Tasks to resample for groups without a signal, now that the last of `taken` is known."""
 
     @abstractmethod
     def _raises(self, batch: TaskBatch, step: int) -> bool:
         """Whether an error in this batch is raised at this step."""
 
-    def _give_up_stale(self, version: int) -> None:  # noqa: B027 - most ways have nothing to do
-        """Give up what will be too old for every step to come."""
+    def _drop_stale(self, version: int) -> None:  # noqa: B027 - most modes have nothing to do
+        """Drop what is too stale for the next step, and so for every later one."""
 
     def _after_taking(self) -> None:  # noqa: B027
         """A step has its groups."""
 
-    def _stopped_the_rest(self) -> bool:
-        """Whether what is still being sampled is not needed for the next step and was stopped."""
+    def _stop_surplus(self) -> bool:
+        """Stop what is still being sampled if the next step does not need it. Returns whether it did."""
         return False
 
     @abstractmethod
     def _seconds(self, taken: list[TaskBatch]) -> dict[str, float]:
-        """What they took together."""
+        """How long they took together, by kind of work."""
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
@@ -237,29 +238,29 @@ class Scheduler(ABC):
         resamples = 0
         while True:
             self._raise_errors(step)
-            self._give_up_stale(version)
+            self._drop_stale(version)
             for batch in self._ready(step):
                 if self._enough(step, taken):
                     break
                 self.batches.remove(batch)
                 taken.append(batch)
                 if missing := self._missing(step, taken):
-                    self._draw_again(step, missing, taken)
+                    self._resample(step, missing, taken)
                     resamples += 1
             if self._enough(step, taken):
                 return resamples
             self.advance(self.trained, version)
             assert any(batch.stage != "waiting" for batch in self.batches), "a step waits for what nobody attempts"
-            await self._next_news()
+            await self._next_change()
 
-    async def _next_news(self) -> None:
-        self.news.clear()
-        await self.news.wait()
+    async def _next_change(self) -> None:
+        self.changed.clear()
+        await self.changed.wait()
 
     async def _work(self, batch: TaskBatch) -> None:
         def generated() -> None:
             batch.stage = "generated"
-            self.news.set()
+            self.changed.set()
 
         try:
             await self.produce(batch, generated)
@@ -269,7 +270,7 @@ class Scheduler(ABC):
             batch.stage = "failed"  # nobody waits for it any more; its step raises the error
             raise
         finally:
-            self.news.set()
+            self.changed.set()
 
     def _raise_errors(self, step: int) -> None:
         for batch in self.batches:
@@ -300,16 +301,16 @@ class Scheduler(ABC):
             for part in self._parts(indices):
                 # In a dataset smaller than a batch a task comes twice: a batch of its own, with a seed of its own.
                 repeated = not seen.isdisjoint(part)
-                self.draws_again += repeated
-                self._add(TaskBatch(self.drawn, 0, part, epoch, again=self.draws_again if repeated else 0))
+                self.extra_draws += repeated
+                self._add(TaskBatch(self.drawn, 0, part, epoch, again=self.extra_draws if repeated else 0))
                 seen.update(part)
 
-    def _draw_again(self, step: int, count: int, taken: list[TaskBatch]) -> None:
-        """Further tasks for a step."""
-        self.draws_again += 1
+    def _resample(self, step: int, count: int, taken: list[TaskBatch]) -> None:
+        """Draw further tasks for a step."""
+        self.extra_draws += 1
         epoch = self._epoch()
         has = {index for batch in [*self.batches, *taken] if batch.step == step for index in batch.indices}
-        self._add(TaskBatch(step, 0, self.order.next_batch(count, avoid=has), epoch, again=self.draws_again))
+        self._add(TaskBatch(step, 0, self.order.next_batch(count, avoid=has), epoch, again=self.extra_draws))
 
     def _epoch(self) -> float:
         return self.order.epoch + self.order.position / self.order.num_tasks
@@ -320,10 +321,10 @@ class Scheduler(ABC):
         self.batches.append(batch)
 
     def _check_stored(self, stored: dict[str, Any], tasks: int, known: dict[str, Task]) -> None:
-        if not self._could_have_begun(stored):
+        if not self._accepts_stored(stored):
             raise ConfigError(
                 "cannot resume: the checkpoint holds groups in flight, which with these options (async_mode, "
-                "max_staleness, over_sampling) are begun otherwise than they were; resume with the options as they were"
+                "max_staleness, over_sampling) would be scheduled in another way; resume with the options as they were"
             )
         if max(stored["indices"]) >= tasks or any(group["task"] not in known for group in stored.get("groups", [])):
             raise ConfigError(

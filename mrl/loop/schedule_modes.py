@@ -28,14 +28,14 @@ class WholeBatches(Scheduler):
     """A step trains on the batch that was drawn for it, and where groups without a signal are resampled, on further
     tasks beside it, round by round. Nothing is left to chance."""
 
-    async def finish_begun(self) -> None:
+    async def finish_in_flight(self) -> None:
         works = [batch.work for batch in self.batches if batch.work is not None]
         await asyncio.gather(*works, return_exceptions=True)
 
     def _parts(self, indices: list[int]) -> list[list[int]]:
         return [indices]
 
-    def _could_have_begun(self, stored: dict[str, Any]) -> bool:
+    def _accepts_stored(self, stored: dict[str, Any]) -> bool:
         return stored["again"] > 0 or len(stored["indices"]) == self.sizes.get(stored["step"])
 
     def _may_begin(self) -> list[TaskBatch]:
@@ -59,13 +59,13 @@ class WholeBatches(Scheduler):
         return batch.step == step
 
     def _seconds(self, taken: list[TaskBatch]) -> dict[str, float]:
-        """Of all rounds, which came one after the other."""
+        """The sum over the rounds, which ran one after the other."""
         return {name: sum(batch.seconds.get(name, 0.0) for batch in taken) for name in _kinds(taken)}
 
 
 class SingleTasks(Scheduler):
-    """A step takes the groups that end first. More tasks are begun than a step needs (`over_sampling`), and those that
-    end too late are stopped and begun once more, or with `queue` carried into the next step as long as they are not too
+    """A step takes the groups that end first. More tasks are started than it needs (`over_sampling`), and those that
+    end too late are stopped and restarted, or with `queue` carried into the next step as long as they are not too
     old (`max_staleness`)."""
 
     @property
@@ -73,13 +73,13 @@ class SingleTasks(Scheduler):
         """Tasks of later steps that may begin early."""
         return math.ceil(self.order.batch_size * (self.overlap.over_sampling - 1))
 
-    async def finish_begun(self) -> None:
-        """Nothing is waited for: no two runs are the same."""
+    async def finish_in_flight(self) -> None:
+        """Waits for nothing: runs are not reproducible in this mode."""
 
     def _parts(self, indices: list[int]) -> list[list[int]]:
         return [[index] for index in indices]
 
-    def _could_have_begun(self, stored: dict[str, Any]) -> bool:
+    def _accepts_stored(self, stored: dict[str, Any]) -> bool:
         return len(stored["indices"]) == 1
 
     def _may_begin(self) -> list[TaskBatch]:
@@ -91,7 +91,7 @@ class SingleTasks(Scheduler):
         for batch in self._waiting():
             if batch.step > limit:
                 if early >= self.surplus:
-                    continue  # a task drawn again for an earlier step may come after it
+                    continue  # a task resampled for an earlier step may come after it
                 early += 1
             found.append(batch)
         return found
@@ -105,14 +105,14 @@ class SingleTasks(Scheduler):
         return sorted(done, key=lambda batch: (batch.version, batch.ended))
 
     def _enough(self, step: int, taken: list[TaskBatch]) -> bool:
-        given_up = max(0, self._useless(taken) - self._replaceable(step))
+        given_up = max(0, self._without_signal(taken) - self._replaceable(step))
         return self._with_signal(taken) >= self.sizes[step] - given_up
 
     def _missing(self, step: int, taken: list[TaskBatch]) -> int:
-        useless = self._useless(taken)
-        return int(bool(self._useless(taken[-1:])) and useless <= self._replaceable(step))
+        useless = self._without_signal(taken)
+        return int(bool(self._without_signal(taken[-1:])) and useless <= self._replaceable(step))
 
-    def _useless(self, taken: list[TaskBatch]) -> int:
+    def _without_signal(self, taken: list[TaskBatch]) -> int:
         return len(taken) - self._with_signal(taken)
 
     def _replaceable(self, step: int) -> int:
@@ -121,7 +121,7 @@ class SingleTasks(Scheduler):
     def _raises(self, batch: TaskBatch, step: int) -> bool:
         return True
 
-    def _give_up_stale(self, version: int) -> None:
+    def _drop_stale(self, version: int) -> None:
         if self.overlap.stale_rollouts == "correct":
             return
         for batch in [b for b in self.batches if b.stage not in ("waiting", "failed")]:
@@ -129,22 +129,22 @@ class SingleTasks(Scheduler):
             if behind <= self.overlap.ahead:
                 continue
             if self.overlap.async_mode != "queue":
-                self._begin_once_more(batch)
+                self._restart_batch(batch)
                 continue
-            # Another task is drawn: this one would only take too long once more.
+            # Resampled rather than restarted: the same task would only take too long again.
             self.batches.remove(batch)
             if batch.work is not None:
                 batch.work.cancel()
             self.counts["dropped"] += 1
             bound = f"max_staleness: {self.overlap.ahead}"
             self._leave_out(batch, f"{DROPPED}sampled by weights {behind} versions old ({bound})")
-            self._draw_again(batch.step, 1, [])
+            self._resample(batch.step, 1, [])
 
     def _after_taking(self) -> None:
         if self.overlap.async_mode == "off":  # nothing is generated while the actor trains
             self._stop_generating()
 
-    def _stopped_the_rest(self) -> bool:
+    def _stop_surplus(self) -> bool:
         ended = sum(batch.stage in ("generated", "done") for batch in self.batches)
         if not self.surplus or ended < self.sizes.get(self.trained + 2, 0):
             return False
@@ -152,21 +152,21 @@ class SingleTasks(Scheduler):
         return True
 
     def _seconds(self, taken: list[TaskBatch]) -> dict[str, float]:
-        """Of the one that took longest: they run side by side."""
+        """Those of the batch that took longest: they run side by side."""
         return {name: max(batch.seconds.get(name, 0.0) for batch in taken) for name in _kinds(taken)}
 
     def _stop_generating(self) -> None:
         for batch in [batch for batch in self.batches if batch.stage == "generating"]:
-            self._begin_once_more(batch)
+            self._restart_batch(batch)
 
-    def _begin_once_more(self, batch: TaskBatch) -> None:
-        """Give up what is under way, or has ended too late; the same tasks wait once more."""
+    def _restart_batch(self, batch: TaskBatch) -> None:
+        """Cancel a batch in flight, or set aside one that ended too late; its tasks wait to be attempted again."""
         if batch.work is not None:
             batch.work.cancel()
         again = TaskBatch(batch.step, batch.number, batch.indices, batch.epoch, batch.again)
         self.batches[self.batches.index(batch)] = again
         self.counts["unused" if batch.groups else "stopped"] += len(batch.indices)
-        self._leave_out(batch, f"{UNUSED}it ended when its step had enough groups (over_sampling) and is begun anew")
+        self._leave_out(batch, f"{UNUSED}it ended when its step had enough groups (over_sampling) and is restarted")
 
     def _leave_out(self, batch: TaskBatch, why: str) -> None:
         """Keep what was generated for the record; no step trains on it."""

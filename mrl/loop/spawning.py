@@ -65,12 +65,12 @@ async def spawn_rollout(
 async def spawn_rewards(
     backend: Backend, config: OrchestratorConfig, note: Callable[[str], None] = lambda message: None
 ) -> RewardPool:
-    """The workers that score. note: told of each that was replaced."""
+    """The workers that score. note: told of each replacement."""
     from mrl.workers.reward import RewardWorker
 
     args = reward_worker_args(config.reward)
     args["reward_funcs"] = await rewards_for(backend, args["reward_funcs"])
-    # With groups in the order in which they end, no run is like another: there, calls need not wait for each other.
+    # Where a step takes the groups that end first, runs are not reproducible, and calls need not wait for each other.
     args["seed"] = None if backend.shares_memory or config.overlap.by_group else config.training.seed
 
     async def spawn(index: int) -> WorkerHandle:

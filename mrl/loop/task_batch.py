@@ -1,4 +1,4 @@
-"""Tasks that are attempted together, what came of them, and the same as plain data for a checkpoint."""
+"""Tasks that are attempted together and their groups, also as plain data for a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.store.rows import jsonable
 from mrl.types import Group, Rollout, Sample, Task
 
 _STORED = ("step", "number", "indices", "epoch", "again", "version", "ended")
-"""Of every batch in a checkpoint."""
+"""Fields of every batch in a checkpoint."""
 
 Stage = Literal["waiting", "generating", "generated", "done", "failed"]
 
@@ -27,18 +27,18 @@ class TaskBatch:
     """Of the tasks."""
     epoch: float
     again: int = 0
-    """Above 0: drawn in the place of a group, or once more for the same step; part of its seed."""
+    """Above 0: resampled, or drawn twice for the same step; part of its seed."""
     groups: list[Group] = field(default_factory=list)
     attempted: list[Group] = field(default_factory=list, repr=False)
-    """Those whose attempts have ended, in that order, for who watches: `groups` has them when all have."""
+    """Groups whose attempts have ended, in that order, for the progress display; `groups` has them when all have."""
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """What reward functions logged, with the number of rollouts."""
     seconds: dict[str, float] = field(default_factory=dict)
     stage: Stage = "waiting"
     ended: int = 0
-    """Its place among those that are done, in the order in which they became it."""
+    """Its place in the order in which batches were done."""
     version: int = 0
-    """The policy's when it was begun."""
+    """The policy version when it was started."""
     work: asyncio.Task[None] | None = None
 
     def oldest(self) -> int:
@@ -46,7 +46,7 @@ class TaskBatch:
         return min((version for group in self.groups for version in versions(group)), default=self.version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; with its groups if it is done, else it is begun once more."""
+        """Plain data; with its groups if it is done, else it is restarted."""
         state = {name: getattr(self, name) for name in _STORED}
         if self.stage != "done":
             return state
@@ -65,7 +65,7 @@ class TaskBatch:
 
 
 def versions(group: Group) -> list[int]:
-    """Of the policy that sampled each token (or, where it did not change, each sample)."""
+    """The policy version that sampled each token (or, where it did not change, each sample)."""
     found: list[int] = []
     for sample in (sample for rollout in group.rollouts for sample in rollout.samples):
         found += [sample.policy_version] if isinstance(sample.policy_version, int) else sample.policy_version
@@ -73,7 +73,7 @@ def versions(group: Group) -> list[int]:
 
 
 def staleness(groups: list[Group], version: int) -> dict[str, float]:
-    """Versions between what sampled the tokens and the actor that trains on them: mean over tokens, and the most."""
+    """Policy versions from the sampler of a token to the actor that trains on it: mean over tokens, and maximum."""
     behind: list[tuple[int, int]] = []
     for sample in (s for group in groups for rollout in group.rollouts for s in rollout.samples):
         if isinstance(sample.policy_version, int):

@@ -1,27 +1,27 @@
-"""Sampler against trainer: how far apart they are, why, and what corrects for it.
+"""Sampler/trainer mismatch: how large it is, why, and the importance weights that correct for it.
 
 The same policy is computed twice: by the engine that samples and by the actor that trains. They differ in kernels and
-precision, and in top-p, top-k and min-p, which the trainer does not apply. How far they are apart is the logprob gap:
+precision, and in top-p, top-k and min-p, which the trainer does not apply. The logprob gap measures the difference:
 |log π_sampler - log π_trainer| of the sampled tokens, in nats per token. Two things are done about it:
 
-- What is to be expected is weighed. Each token's, or sequence's, part of the loss is multiplied by π_trainer /
-  π_sampler within bounds (`correction`; `importance_sampling` and its options).
-- What is not is a mistake somewhere: a sync that was missed, another temperature than asked for, 8-bit weights. A step
-  whose gap is above `max_logprob_gap` is warned of with its likely causes, a second one in a row ends the run.
+- The expected part is corrected. The loss of each token, or sequence, is multiplied by π_trainer / π_sampler within
+  bounds (`correction`; `importance_sampling` and its options).
+- The rest is a mistake somewhere: a missed sync, a wrong temperature, 8-bit weights. A step whose gap is above
+  `max_logprob_gap` gives a warning with likely causes; a second one in a row ends the run.
 
-A step, from the two that use it:
+Calls in a step, by the actor and by the training loop:
 
-    actor   probe.begin       picks the tokens that can be compared: those sampled by the very weights it holds
+    actor   probe.begin       picks the tokens to compare: those sampled by the weights that the actor holds
             importance_…      weighs them in the loss
-            probe.examine     before the first update; if the gap is too large, tries what would explain it: `evidence`
-            probe.end         the weights move on
-            probe.published   on the way to the samplers: remembers what this version says of two known sequences
+            probe.examine     before the first update; if the gap is too large, collects `evidence` for possible causes
+            probe.end         the weights are about to change
+            probe.published   when weights are published: scores two known sequences with this version
     loop    watch.look        fetches the evidence, has each sampler score the known sequences, and names the causes
-            watch.stop        ends the run where that was the second such step
+            watch.stop        ends the run if that was the second such step in a row
 
-    correction.py   importance weights, and the part of a gap that top-p and its like explain
+    correction.py   importance weights, and the part of a gap that top-p, top-k and min-p explain
     probe.py        the actor's side
-    watch.py        the loop's side
+    watch.py        the training loop's side
     causes.py       from evidence to causes, in words
 """
 

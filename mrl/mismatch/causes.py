@@ -1,8 +1,8 @@
-"""Why sampler and trainer are apart: temperature, top-p and its like, dtype or a missed sync.
+"""Why sampler and trainer differ: temperature, top-p, top-k, min-p, dtype or a missed sync.
 
-- A missed sync: the worker scores known sequences as another version than it says it serves.
-- Temperature, or a cut: under another one, the sampler's logprobs are the trainer's.
-- Dtype: differences without direction, as large as bfloat16 makes them on the same tokens.
+- Missed sync: the worker's scores of known sequences match another version than the one it claims to serve.
+- Temperature or filter: with another value, the trainer's logprobs match the sampler's.
+- Dtype: differences without bias, of the size that bfloat16 causes on the same tokens.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mrl.algorithms.sampler_fits import Fit
+from mrl.algorithms.sampling_estimates import SamplingEstimate
 from mrl.config import GenerationConfig
 from mrl.mismatch.probe import MismatchEvidence
 
 EXPLAINS = 0.35
-"""A temperature or a cut is named when at most this share of the gap is left under it."""
+"""A temperature or filter is named when it leaves at most this share of the gap."""
 ROUNDING = 6.0
-"""Gaps up to so many times the difference between float32 and bfloat16 may be rounding: kernels differ too, and the
-samples that are looked at are those furthest apart."""
+"""Gaps up to this multiple of the float32/bfloat16 difference may be rounding: kernels differ too, and the samples
+examined are those with the largest gaps."""
 AGREES = 1e-3
-"""Nats per token up to which two float32 engines are the same."""
+"""Nats per token up to which two float32 engines count as equal."""
 
 
 @dataclass
 class WorkerView:
-    """What one rollout worker says of the sequences that every version was scored on."""
+    """What one rollout worker reports: its version, and its logprobs of the known sequences."""
 
     name: str
     version: int | None = None
-    """The one it says it serves."""
+    """The version it claims to serve."""
     logprobs: list[float] | None = None
-    """At temperature 1; None = it could not say."""
+    """At temperature 1; None = it could not score."""
     dtype: str | None = None
 
 
@@ -46,13 +46,13 @@ class Cause:
 
 
 def find_causes(evidence: MismatchEvidence, views: Sequence[WorkerView], asked: GenerationConfig) -> list[Cause]:
-    """What explains the gap, the likeliest first; [] where nothing that was tried does.
+    """Causes that explain the gap, most likely first; [] when none of those tried does.
 
-    asked: how the samplers were told to sample. Weights come first, because moved weights may look a little like
-    another temperature; rounding last, because it is what is left when nothing else fits.
+    asked: the configured sampling options. Stale weights come first, because they may look a little like another
+    temperature; rounding last, when nothing else fits.
     """
     weights = [cause for view in views if (cause := _other_weights(evidence, view)) is not None]
-    found = weights + [_other_sampling(fit, evidence, asked) for fit in _fitting(evidence)]
+    found = weights + [_other_sampling(estimate, evidence, asked) for estimate in _fitting(evidence)]
     if found:
         return found
     rounding = _rounding(evidence, views)
@@ -60,7 +60,7 @@ def find_causes(evidence: MismatchEvidence, views: Sequence[WorkerView], asked: 
 
 
 def _other_weights(evidence: MismatchEvidence, view: WorkerView) -> Cause | None:
-    """Whether the worker scores known sequences otherwise than the version does that it says it serves."""
+    """A cause if the worker's scores of known sequences differ from those of the version it claims to serve."""
     if view.logprobs is None or view.version not in evidence.scores:
         return None
     distances = {version: _distance(view.logprobs, scores) for version, scores in evidence.scores.items()}
@@ -82,32 +82,33 @@ def _other_weights(evidence: MismatchEvidence, view: WorkerView) -> Cause | None
     )
 
 
-def _fitting(evidence: MismatchEvidence) -> list[Fit]:
-    """The temperature and the cut that fit, the better one first; the other only where it fits about as well."""
-    fits = sorted((evidence.temperature, evidence.cut), key=lambda fit: fit.residual)
-    enough = min(EXPLAINS * evidence.gap, 3 * fits[0].residual + AGREES)
-    return [fit for fit in fits if fit.residual <= enough and math.isfinite(enough)]
+def _fitting(evidence: MismatchEvidence) -> list[SamplingEstimate]:
+    """The estimated temperature or filter, the better fit first; both only where they fit about equally well."""
+    estimates = sorted((evidence.temperature, evidence.sampling_filter), key=lambda estimate: estimate.residual)
+    enough = min(EXPLAINS * evidence.gap, 3 * estimates[0].residual + AGREES)
+    return [estimate for estimate in estimates if estimate.residual <= enough and math.isfinite(enough)]
 
 
-def _other_sampling(fit: Fit, evidence: MismatchEvidence, asked: GenerationConfig) -> Cause:
-    explained = f"(explains {1 - fit.residual / evidence.gap:.0%} of the gap)"
-    advice = f"Set {fit.name} to what the engine does, or change that: vllm_args, or a server's generation_config"
-    value = getattr(asked, fit.name)
-    if fit.name == "temperature":
+def _other_sampling(estimate: SamplingEstimate, evidence: MismatchEvidence, asked: GenerationConfig) -> Cause:
+    explained = f"(explains {1 - estimate.residual / evidence.gap:.0%} of the gap)"
+    advice = f"Set {estimate.name} to what the engine does, or change that: vllm_args, or a server's generation_config"
+    value = getattr(asked, estimate.name)
+    if estimate.name == "temperature":
         raw = ". 1 may also mean logprobs from before the temperature: --logprobs-mode has to be processed_logprobs"
         return Cause(
             "temperature",
-            f"the sampler's logprobs are those of temperature {fit.value:.3g}, where temperature: {value:g} was asked "
-            f"for {explained}. {advice}" + (raw if abs(fit.value - 1) < 0.02 else ""),
+            f"the sampler's logprobs are those of temperature {estimate.value:.3g}, where temperature: {value:g} was "
+            f"asked for {explained}. {advice}" + (raw if abs(estimate.value - 1) < 0.02 else ""),
         )
     return Cause(
-        fit.name.replace("_", "-"),
-        f"the sampler cuts like {fit.name}: {fit.value:.3g}, where {value:g} was asked for {explained}. {advice}",
+        estimate.name.replace("_", "-"),
+        f"the sampler filters like {estimate.name}: {estimate.value:.3g}, where {value:g} was asked for {explained}. "
+        f"{advice}",
     )
 
 
 def _rounding(evidence: MismatchEvidence, views: Sequence[WorkerView]) -> Cause | None:
-    """Differences without direction, of the size that another precision makes."""
+    """A cause if the differences are unbiased and of the size that another precision makes."""
     if evidence.gap > ROUNDING * evidence.rounding or abs(evidence.signed_gap) > 0.7 * evidence.gap:
         return None
     engines = " and ".join(sorted({view.dtype for view in views if view.dtype}))
@@ -121,7 +122,7 @@ def _rounding(evidence: MismatchEvidence, views: Sequence[WorkerView]) -> Cause 
 
 
 def all_causes(evidence: MismatchEvidence, asked: GenerationConfig) -> list[Cause]:
-    """Nothing fits: what to look at."""
+    """All possible causes with what to look at, for when none fits."""
     moved = Cause(
         "fast updates",
         f"these tokens are from older weights, and updates may have moved them by more than the {evidence.moved:.2g} "

@@ -1,8 +1,8 @@
-"""Correction for the difference between the distribution that was sampled and the one being trained.
+"""Importance weights for the difference between the sampling distribution and the trained policy.
 
-The two differ by engine and precision, and by top-p, top-k or min-p, which the trainer does not apply. w = π_old /
-π_sampler weighs what was sampled, of each token or of the whole sequence (the product over its tokens). It is kept
-within bounds, since a few large ones would outweigh everything:
+The two differ by engine and precision, and by top-p, top-k or min-p, which the trainer does not apply. The weight is
+w = π_old / π_sampler, of each token or of the whole sequence (the product over its tokens). It is bounded, since a few
+large weights would dominate:
 
 - truncated: moved to the nearest bound (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
   Training", 2025);
@@ -30,7 +30,7 @@ def importance_weights(
 ) -> Tensor:
     """Weight of each token's policy loss, B×T. cap, floor: bounds of w; None = none on that side.
 
-    Positions outside the mask weigh 1 (the mask removes them later), and have no part in a sequence's weight.
+    Positions outside the mask get 1 (the mask removes them later) and do not enter a sequence's weight.
     """
     if correction == "none":
         return torch.ones_like(old_logprobs_BT)
@@ -59,7 +59,7 @@ def log_importance(
 
 
 def weighed_once(mask_BT: Tensor, correction: Correction) -> Tensor:
-    """Where the distinct weights are, B×T bool: every token of the mask, or the first of each sequence."""
+    """True once for each distinct weight, B×T: at every token of the mask, or at the first of each sequence."""
     inside_BT = mask_BT.bool()
     if not correction.startswith("sequence_"):
         return inside_BT
@@ -67,10 +67,11 @@ def weighed_once(mask_BT: Tensor, correction: Correction) -> Tensor:
 
 
 def unexplained_gap(old_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, largest_gain: float) -> Tensor:
-    """The part of the gap in each token's logprob that the run's own options do not explain, B×T, in nats, at least 0.
+    """The part of each token's logprob gap that the configured sampling filter does not explain, B×T, in nats, >= 0.
 
-    A cut (top-p …) makes the sampler's logprob larger than the trainer's, by at most `largest_gain`
-    (`Cut.largest_gain`). What lies outside [0, largest_gain] has another cause. Without a cut it is the whole gap.
+    A filter (top-p …) makes the sampler's logprob larger than the trainer's, by at most `largest_gain`
+    (`SamplingFilter.largest_gain`). What lies outside [0, largest_gain] has another cause. Without a filter this is the
+    whole gap.
     """
     gap_BT = sampler_logprobs_BT - old_logprobs_BT
     return (-gap_BT).clamp(min=0) + (gap_BT - largest_gain).clamp(min=0)

@@ -1,11 +1,11 @@
-"""The actor's side of the check on sampler and trainer: which tokens to compare, and evidence when they are apart.
+"""The actor's side of the mismatch check: which tokens to compare, and evidence when the gap is too large.
 
-Like is compared with like: tokens count where their policy version is the one the actor holds, which is so from a
-publish to the next update. Where a step has none, because generation runs ahead of it, those of the newest version
-among them count, less what the weights have moved since. When they are too far apart, some of them are scored again,
-with all their logits, under other temperatures and cuts and in the other precision. And so that a worker can be asked
-which weights it really has, the actor scores two short sequences with every version it publishes and remembers the
-numbers; how far two versions are apart is read off these too.
+Only tokens of the policy version that the actor holds are compared; it holds a published version until the next update.
+A step without such tokens (generation is off-policy by some versions) compares those of its newest version, and
+subtracts what the weights may have moved the logprobs since. When the gap is too large, some tokens are scored again
+with all their logits, under other temperatures and filters and in the other precision. The actor also scores two short
+sequences with every version it publishes. These scores tell which weights a worker really has, and how far two versions
+are apart.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms.sampler_fits import Evidence, Fit, fit_cut, fit_temperature
+from mrl.algorithms.sampling_estimates import SamplingEstimate, ScoredTokens, estimate_filter, estimate_temperature
 from mrl.mismatch.correction import unexplained_gap
 from mrl.modeling.forward import Forward, evaluating
-from mrl.modeling.rows import Rows, make_rows, versions_of
+from mrl.modeling.token_batch import TokenBatch, make_token_batch, versions_of
 from mrl.types import Sample, TrainBatch
 
 PROBE_SAMPLES, PROBE_CONTEXT, PROBE_TOKENS = 2, 32, 32
-"""Sequences that every version scores, and how much of each prompt and completion: 128 tokens, once a publish."""
+"""Sequences that every version scores, and the tokens of each prompt and completion: 128 tokens per publish."""
 KEPT_VERSIONS = 64
-"""Of which it is remembered what they gave, beside the first of all."""
+"""Versions whose scores are kept, besides the first version's."""
 EXAMINED_SAMPLES, EXAMINED_TOKENS = 8, 128
-"""Samples that are scored again, those furthest apart, and how many of their tokens at most; all logits of these are in
-memory (128 x 151,936 words: 80 MB, and some copies)."""
+"""Samples that are scored again (those with the largest gaps), and their tokens in all. All logits of these are in
+memory (128 x 151,936: 80 MB, and some copies)."""
 MOVED = 2.0
-"""What the weights moved since older tokens were sampled counts so many times: it is read off the sequences that every
-version scores, and those that are trained on may move more."""
+"""Factor on the measured movement between two versions: it is measured on the known sequences, and those that are
+trained on may move more."""
 
 
 @dataclass(frozen=True)
@@ -43,38 +43,38 @@ class Comparison:
     """Which of a step's tokens are compared with the trainer."""
 
     version: int | None = None
-    """Those that these weights have sampled; None = none."""
+    """Tokens sampled by this policy version; None = none."""
     moved: float = 0.0
-    """Above 0 for weights older than the trainer's: what their distance may explain of a gap, in nats per token."""
+    """For a version older than the trainer's: the gap that the updates since may explain, in nats per token."""
 
 
 @dataclass
 class MismatchEvidence:
-    """What the actor can say of a step whose gap is too large. Plain data."""
+    """What the actor found out about a step whose gap is too large. Plain data."""
 
     gap: float
-    """Mean |log π_sampler - log π| over the examined tokens, the configured cut taken into account, in nats."""
+    """Mean |log π_sampler - log π| over the examined tokens, π under the configured filter, in nats."""
     signed_gap: float
-    """The same without the absolute value; above 0: the sampler thinks its tokens likelier."""
+    """The same without the absolute value; above 0: the sampler gives its tokens a higher probability."""
     tokens: int
-    temperature: Fit
-    cut: Fit
+    temperature: SamplingEstimate
+    sampling_filter: SamplingEstimate
     rounding: float
     """Mean difference between the actor's own logprobs in its precision and in the other one (float32, bfloat16)."""
     dtype: str
     """The actor's precision."""
     moved: float = 0.0
-    """What the weights may have moved since these tokens were sampled, in nats per token; 0 = they have not."""
+    """`Comparison.moved`; 0 = the tokens are from the trainer's own version."""
     probe: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """Prompt and completion ids of the sequences that every version has scored."""
+    """Prompt and completion ids of the known sequences, which every version has scored."""
     scores: dict[int, list[float]] = field(default_factory=dict)
-    """Their logprobs at temperature 1, one after the other, by version."""
+    """By version: their logprobs at temperature 1, concatenated."""
 
 
 class MismatchProbe:
     """Belongs to one actor. limit: `max_logprob_gap`; None = nothing is compared or kept.
 
-    version: of the weights as they were published last; None once they have moved on.
+    version: the published version that the actor's weights are; None once an update has changed them.
     """
 
     def __init__(self, forward: Forward, limit: float | None) -> None:
@@ -88,13 +88,13 @@ class MismatchProbe:
         self.shared = False
 
     def published(self, model: Any, version: int, *, shared: bool = False) -> None:
-        """The weights as they are now are what samplers will call `version`. shared: they use the very module, so no
-        update can be missed, and what they say of a version changes with each step."""
+        """The current weights were published as `version`. shared: samplers use the actor's module itself, so no sync
+        can be missed, and the scores of a version would change with each step."""
         self.version, self.shared = version, shared
         self._score(model)
 
     def begin(self, model: Any, samples: list[Sample]) -> Comparison:
-        """A step begins. Returns what of it to compare."""
+        """A step begins. Returns which of its tokens to compare."""
         self.evidence = None
         self.due = self.limit is not None
         if self.due and not self.probe and self.version is not None:
@@ -103,26 +103,26 @@ class MismatchProbe:
         self.comparison = self._comparison(samples)
         return self.comparison
 
-    def examine(self, model: Any, parts: list[Rows], gap: float | None) -> None:
+    def examine(self, model: Any, parts: list[TokenBatch], gap: float | None) -> None:
         """Once a step, before its first update: keep evidence if the gap is too large."""
         if not self.due:
             return
         self.due = False
-        # A gap that is not a number means that a model has broken down, and the update is skipped for it.
+        # A NaN gap means that the model has broken down; the update is skipped anyway.
         if gap is not None and self.limit is not None and gap > self.limit:
             self.evidence = self._evidence(model, parts)
 
     def end(self) -> None:
-        """The step is over: the weights are no longer those that were published."""
+        """The step is over: the weights are no longer the published ones."""
         self.version = None
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on from; plain data."""
+        """For a checkpoint; plain data."""
         probe = [[s.prompt_ids, s.completion_ids, s.logprobs] for s in self.probe]
         return {"probe": probe, "scores": {str(version): scores for version, scores in self.scores.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Know again what `state` knew."""
+        """Restore what `state` returned."""
         self.probe = [Sample(prompt, ids, logprobs, [1] * len(ids), 0) for prompt, ids, logprobs in state["probe"]]
         self.scores = {int(version): scores for version, scores in state["scores"].items()}
 
@@ -142,31 +142,31 @@ class MismatchProbe:
     def _score(self, model: Any) -> None:
         if self.limit is None or not self.probe or self.version is None or self.shared:
             return
-        rows = make_rows(_batch(self.probe, 1.0), self.forward.device)
-        self.scores[self.version] = self._logprobs(self.forward, model, rows).tolist()
+        tokens = make_token_batch(_batch(self.probe, 1.0), self.forward.device)
+        self.scores[self.version] = self._logprobs(self.forward, model, tokens).tolist()
         for version in sorted(self.scores)[1:-KEPT_VERSIONS]:
             del self.scores[version]
 
-    def _evidence(self, model: Any, parts: list[Rows]) -> MismatchEvidence:
-        temperature, cut = parts[0].temperature, parts[0].cut
+    def _evidence(self, model: Any, parts: list[TokenBatch]) -> MismatchEvidence:
+        temperature, sampling_filter = parts[0].temperature, parts[0].sampling_filter
         samples = _furthest(parts)
         if not samples:
             return self._without_numbers(temperature)
-        rows = make_rows(_batch(samples, temperature), self.forward.device)
-        inside_BT = rows.mask_BT.bool()
+        tokens = make_token_batch(_batch(samples, temperature), self.forward.device)
+        inside_BT = tokens.mask_BT.bool()
         with torch.no_grad(), evaluating(model):
-            logits_NV = self.forward.logits(model, rows)
-        tokens = Evidence(logits_NV, rows.completion_BT[inside_BT], rows.sampler_logprobs_BT[inside_BT])
-        signed_N = tokens.sampler_N - tokens.logprobs(temperature, cut)
+            logits_NV = self.forward.logits(model, tokens)
+        scored = ScoredTokens(logits_NV, tokens.completion_BT[inside_BT], tokens.sampler_logprobs_BT[inside_BT])
+        signed_N = scored.sampler_N - scored.logprobs(temperature, sampling_filter)
         other = copy.copy(self.forward)
         other.autocast_dtype = torch.bfloat16 if self.forward.autocast_dtype is None else None
-        rounded_N = self._logprobs(other, model, rows) - self._logprobs(self.forward, model, rows)
+        rounded_N = self._logprobs(other, model, tokens) - self._logprobs(self.forward, model, tokens)
         return MismatchEvidence(
             gap=signed_N.abs().mean().item(),
             signed_gap=signed_N.mean().item(),
             tokens=signed_N.numel(),
-            temperature=fit_temperature(tokens, temperature, cut),
-            cut=fit_cut(tokens, temperature, cut),
+            temperature=estimate_temperature(scored, temperature, sampling_filter),
+            sampling_filter=estimate_filter(scored, temperature, sampling_filter),
             rounding=rounded_N.abs().mean().item(),
             dtype=str(self.forward.autocast_dtype or torch.float32).removeprefix("torch."),
             moved=self.comparison.moved,
@@ -175,27 +175,27 @@ class MismatchProbe:
         )
 
     def _without_numbers(self, temperature: float) -> MismatchEvidence:
-        """The samplers' logprobs are all infinite: there is nothing to fit."""
-        nothing = Fit("temperature", temperature, math.inf)
+        """For samplers whose logprobs are all infinite: there is nothing to estimate from."""
+        nothing = SamplingEstimate("temperature", temperature, math.inf)
         return MismatchEvidence(math.inf, math.inf, 0, nothing, replace(nothing, name="top_p", value=1.0), 0.0, "")
 
     @torch.no_grad()
-    def _logprobs(self, forward: Forward, model: Any, rows: Rows) -> Tensor:
+    def _logprobs(self, forward: Forward, model: Any, tokens: TokenBatch) -> Tensor:
         with evaluating(model):
-            return forward.logprobs(model, rows, entropy=False)[0][rows.mask_BT.bool()]
+            return forward.logprobs(model, tokens, entropy=False)[0][tokens.mask_BT.bool()]
 
 
-def _furthest(parts: list[Rows]) -> list[Sample]:
-    """The samples with the largest mean gap among tokens that may be compared; of each its first such tokens."""
+def _furthest(parts: list[TokenBatch]) -> list[Sample]:
+    """The samples with the largest mean gap over compared tokens; of each its first such tokens."""
     found: list[tuple[float, Sample]] = []
     for part in parts:
         assert part.compared_BT is not None
         assert part.old_logprobs_BT is not None
-        gap_BT = unexplained_gap(part.old_logprobs_BT, part.sampler_logprobs_BT, part.cut.largest_gain)
+        gap_BT = unexplained_gap(part.old_logprobs_BT, part.sampler_logprobs_BT, part.sampling_filter.largest_gain)
         for sample, gap_T, compared_T in zip(part.samples, gap_BT, part.compared_BT, strict=True):
             if compared_T.any():
                 mask = compared_T[: len(sample.completion_ids)].int().tolist()
-                # A gap that is not finite comes first, and is left out of what is fitted.
+                # Samples with a gap that is not finite come first; the tokens themselves are left out.
                 worst = gap_T[compared_T].mean().nan_to_num(torch.inf).item()
                 finite = [int(m and math.isfinite(p)) for m, p in zip(mask, sample.logprobs, strict=True)]
                 if any(finite):

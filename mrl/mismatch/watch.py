@@ -1,5 +1,7 @@
-"""Watches how far samplers and trainer are apart: a step beyond `max_logprob_gap` is warned of, a second one in a row
-ends the run. Both messages name likely causes (mrl.mismatch.causes)."""
+"""Watches the logprob gap: a step above `max_logprob_gap` gives a warning, a second one in a row ends the run.
+
+Both messages name likely causes (mrl.mismatch.causes).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from mrl.mismatch.probe import MismatchEvidence
 
 
 class MismatchWatch:
-    """One run's. note: tells the user. `in_a_row`: checked steps up to now whose gap was too large."""
+    """Belongs to one run. note: tells the user. `in_a_row`: latest consecutive checked steps with too large a gap."""
 
     def __init__(self, config: OrchestratorConfig, note: Callable[[str], None]) -> None:
         self.config, self.note = config, note
@@ -25,7 +27,7 @@ class MismatchWatch:
     async def look(
         self, step: int, metrics: dict[str, float], actor: WorkerHandle, workers: Sequence[WorkerHandle]
     ) -> None:
-        """After a step's update, and before its weights go out: warn, or get ready to `stop`."""
+        """After a step's update and before its weights are published: warn, or prepare to `stop`."""
         limit, gap = self.config.algorithm.max_logprob_gap, metrics.get("train/logprob_gap_unexplained")
         if limit is None or gap is None:
             return
@@ -50,7 +52,7 @@ class MismatchWatch:
             self._verdict = f"step {step}: {found}, for the second step in a row. {listed}"
 
     def stop(self) -> None:
-        """Raise TrainingError when the step that was just recorded has to be the last."""
+        """Raise TrainingError if the step just recorded was the second one in a row."""
         if self._verdict is not None:
             raise TrainingError(
                 f"{self._verdict}\nCheckpoints are from before these two steps: a resumed run goes on from there. If "
@@ -58,7 +60,7 @@ class MismatchWatch:
             )
 
     def _doubt(self, message: str) -> None:
-        """Nothing but fast updates may be behind it: say it once, and stop nothing."""
+        """Fast updates alone may explain the gap: say it once, and do not stop."""
         self.in_a_row = 0
         if not self._doubted:
             self.note(message)
@@ -70,7 +72,7 @@ def _listed(causes: Sequence[Cause]) -> str:
 
 
 async def _ask(worker: WorkerHandle, evidence: MismatchEvidence) -> WorkerView:
-    """Let a worker say what it serves, and score the sequences that every version has scored."""
+    """Ask a worker for its version, and to score the known sequences."""
     prompts, completions = [p for p, _ in evidence.probe], [c for _, c in evidence.probe]
     view = WorkerView(worker.name)
     try:
@@ -81,5 +83,5 @@ async def _ask(worker: WorkerHandle, evidence: MismatchEvidence) -> WorkerView:
             scored = await worker.call("compute_logprobs", prompts, completions, 1.0)
             view.logprobs = [value for one in scored for value in one]
     except MRLError:
-        pass  # it cannot score, or is gone: what the actor knows has to do
+        pass  # it cannot score, or is gone: the actor's evidence has to suffice
     return view

@@ -1,1 +1,1 @@
-"""A model's forward pass as the trainer runs it: rows of samples, attention, the head. Engines attend with it too."""
+"""The trainer's forward pass: batches of tokens, attention, the output head. Engines use the attention too."""

@@ -1,9 +1,9 @@
-"""The attention of the models that mrl runs: one function, which does what the arguments of each call ask for.
+"""The attention function of the models that mrl runs; it chooses a kernel by the arguments of each call.
 
-A model's configuration names the attention function it calls, and everybody who runs the model shares that
-configuration. So the name is set once and stays: swapping it around a call would change another thread's call, too.
+A model's configuration names its attention function, and all threads that run the model share that configuration. So
+the name is set once and stays: swapping it around a call would change other threads' calls too.
 
-- Rows that are stored without padding (`line`): see mrl.modeling.packed_attention.
+- Packed rows (`packed`): see mrl.modeling.packed_attention.
 - One new token per row over a padded cache: without repeating grouped keys and values. Transformers' `sdpa` copies them
   to every query head as soon as there is a mask. The heads of a group can be the queries instead, which gives the same
   numbers without the copy: 25 to 40 times as fast on CPU at 14 heads in 2 groups.
@@ -21,19 +21,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 if TYPE_CHECKING:
-    from mrl.modeling.packed_attention import Line
+    from mrl.modeling.packed_attention import PackedSequence
 
 NAME = "mrl"
 REPLACED = ("sdpa", NAME)
-"""What a configuration may name for this function to take its place."""
+"""Attention implementations that this function may replace."""
 _HANDLED = {"dropout", "scaling", "is_causal", "position_ids", "use_cache", "cache_position", "sliding_window"}
 """Arguments that change nothing for one query per row; a sliding window is in the mask."""
 
 
 def install(config: PreTrainedConfig) -> bool:
-    """Have models of this configuration attend by this function from now on; the results are those of `sdpa`.
+    """Make models of this configuration use this function from now on; results are those of `sdpa`.
 
-    False for one that attends by something else than `sdpa`: it is left as it is.
+    Returns False, and changes nothing, for models that use another attention than `sdpa`.
     """
     if config._attn_implementation not in REPLACED:
         return False
@@ -48,21 +48,21 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    line: Line | None = None,
+    packed: PackedSequence | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As transformers' attention functions are called, with `line=` where the model's caller gave it one."""
-    if line is None:
+    """Same signature as transformers' attention functions, plus `packed`, which the model's caller may pass."""
+    if packed is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
     from mrl.modeling.packed_attention import packed_attention
 
-    return packed_attention(module, query, key, value, attention_mask, line=line, **kwargs)
+    return packed_attention(module, query, key, value, attention_mask, packed=packed, **kwargs)
 
 
 def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' `sdpa` for every input; computed by groups where there is one query and nothing unusual is asked.
+    """transformers' `sdpa`; computed by KV groups when there is one query and no unusual argument.
 
     query: [B, heads, 1, D]; key, value: [B, groups, L, D]; attention_mask: bool or additive, [B, 1, 1, L] or None.
     Returns ([B, 1, heads, D], None).

@@ -1,7 +1,7 @@
-"""A model's layers through `torch.compile`, only while the actor uses them.
+"""`torch.compile` for a model's layers, active only while the actor uses them.
 
-Layers are compiled one by one, not the model: they are all alike, so one compilation serves all, and what transformers
-does around them (masks, caches, hooks) needs none. Module and parameter names stay as they are.
+Layers are compiled one by one, not the whole model: they are alike, so one compilation serves all, and what
+transformers does around them (masks, caches, hooks) is left out. Module and parameter names do not change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mrl.modeling.forward import Forward, causal_lm_of
-from mrl.modeling.rows import make_rows
+from mrl.modeling.token_batch import make_token_batch
 from mrl.types import Sample, TrainBatch
 
 
@@ -26,12 +26,12 @@ class CompiledLayers:
         layers = [module for module in causal_lm_of(model).modules() if type(module).__name__ in names]
         if not layers:
             raise ValueError("the model does not name the layers it is made of (_no_split_modules)")
-        # Every micro-batch has another shape: sizes are symbols from the start.
+        # Every micro-batch has another shape, so sizes are dynamic from the start.
         self.layers = [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Calls of the layers are compiled meanwhile. Elsewhere (sampling with a cache) they are as they were."""
+        """Layers run compiled inside. Outside (sampling with a KV cache) they run as usual."""
         for layer, compiled in self.layers:
             layer._compiled_call_impl = compiled
         try:
@@ -42,19 +42,19 @@ class CompiledLayers:
 
 
 def try_compiled(model: Any, forward: Forward) -> tuple[CompiledLayers | None, str | None]:
-    """The compiled layers, or why there are none: forward and backward are run once as training will run them, on a
-    few tokens of two rows that share their prompt."""
+    """The compiled layers, or why there are none. Runs one forward and backward pass as training will, on a few tokens
+    of two rows that share their prompt."""
     words = causal_lm_of(model).config.get_text_config().vocab_size
     samples = [
         Sample([1 % words] * 3, [n % words for n in range(2, 5 + row)], [0.0] * (3 + row), [1] * (3 + row), 0)
         for row in range(2)
     ]
-    rows = make_rows(TrainBatch(samples, [0.0] * 2, 2, 1), forward.device)
+    tokens = make_token_batch(TrainBatch(samples, [0.0] * 2, 2, 1), forward.device)
     try:
         layers = CompiledLayers(model)
         model.train()
         with layers.active(), torch.enable_grad():
-            forward.logprobs(model, rows)[0].square().mean().backward()
+            forward.logprobs(model, tokens)[0].square().mean().backward()
     except Exception as error:  # compilers fail in many ways, and the layers work without
         first = (str(error).strip().splitlines() or [""])[0][:200]
         return None, f"torch_compile: the layers run uncompiled ({type(error).__name__}: {first})"

@@ -1,4 +1,4 @@
-"""Sums in one order, where a model's own code would add on several threads at once."""
+"""Deterministic sums on CPU, where a model's own code would add on several threads at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _users = 0
 
 @contextmanager
 def fixed_order(device: torch.device) -> Iterator[None]:
-    """On CPU torch's own operations give the same bits every time meanwhile.
+    """Torch's CPU operations are deterministic inside.
 
-    What mrl adds up it adds in one order anyway (`mrl.modeling.gather`); this is for models that index by themselves,
-    to send tokens to experts for instance. Elsewhere it does nothing: on GPUs it would cost time, or forbid kernels.
-    The switch is the whole process's; a user's own stays as it is.
+    mrl's own sums have a fixed order anyway (`mrl.modeling.gather`); this is for models that index by themselves, for
+    instance to route tokens to experts. On other devices it does nothing: it would cost time, or forbid kernels. The
+    switch is process-wide; one that the user has set stays.
     """
     global _users
     if device.type != "cpu":

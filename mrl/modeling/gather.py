@@ -1,9 +1,8 @@
-"""Rows of a table, each to where it is wanted, with a gradient that is the same every time.
+"""Gathering rows of a table, with a deterministic gradient.
 
-The gradient of `table[index]` adds up what comes back from every place a row went to. On CPU torch adds it with several
-threads at once, in whatever order they come: the last bits of the sum differ from call to call. Here it is known
-beforehand where each row goes, so every row's parts are fetched together and summed in one fixed order, which also
-takes less time.
+The gradient of `table[index]` sums over every place a row was copied to. On CPU torch sums with several threads in
+arbitrary order, so the last bits differ from call to call. Here it is known beforehand where each row goes, so a row's
+parts are gathered together and summed in one fixed order, which is also faster.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Which of a table's N rows goes to each of P places, and the way back."""
+    """Which of a table's N rows goes to each of P places, and the inverse for the backward pass."""
 
     row_P: Tensor
     back: list[tuple[Tensor, Tensor]]
-    """(rows_R, places_RK): the rows that went to K places, one such pair for each K; a row is in one pair at most."""
+    """(rows_R, places_RK) for each K: the rows that are copied to K places, and those places."""
 
     def __call__(self, table_NF: Tensor) -> Tensor:
         """N×F → P×F."""
@@ -39,7 +38,7 @@ def make_gather(row_P: np.ndarray, device: torch.device, filled_P: np.ndarray | 
     rows_U, first_U, count_U = np.unique(row_P[place_Q], return_index=True, return_counts=True)
 
     def tensor(values: np.ndarray) -> Tensor:
-        return onto(device, torch.from_numpy(values.astype(np.int64)))
+        return to_device(device, torch.from_numpy(values.astype(np.int64)))
 
     back = []
     for count in np.unique(count_U):

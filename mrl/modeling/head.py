@@ -1,7 +1,7 @@
-"""The output head of a model, taken apart so that logits need never exist at once.
+"""A model's output head, decomposed so that full logits are never in memory.
 
-What a model makes of head(hidden) is tried, not looked up: models scale their logits, or cap them, in many ways. Where
-it cannot be taken apart, or a probe disagrees, there is no `OutputHead` and the model's own logits are used.
+What a model does to head(hidden) is tested, not looked up: models scale or softcap their logits in many ways. Where the
+head cannot be decomposed, or a probe disagrees, there is no `OutputHead` and the model's own logits are used.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from mrl.algorithms.logprobs import LogitTransform, LowRank, logprobs_from_logits, token_logprobs
 
 SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Under which configs of models keep the cap of their logits."""
+"""Config fields that hold the softcap of the logits."""
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """How logits come from hidden states: times `hidden_scale`, through the linear layer, then `transform`."""
+    """How logits are computed from hidden states: times `hidden_scale`, through the linear layer, then `transform`."""
 
     hidden_scale: float
     transform: LogitTransform
@@ -73,7 +73,7 @@ def find_head(causal_lm: Any, device: torch.device) -> OutputHead | None:
 
 
 def _parts(linear: Any, hidden_NH: Tensor) -> tuple[Any, LowRank | None]:
-    """The layer with the weights, and the update a LoRA adapter makes to it now. Raises TypeError for other layers."""
+    """The linear layer, and the active LoRA adapter's low-rank update of it. Raises TypeError for other layers."""
     if type(linear) is nn.Linear:
         return linear, None
     adapters = getattr(linear, "active_adapters", [])
@@ -94,7 +94,7 @@ def _parts(linear: Any, hidden_NH: Tensor) -> tuple[Any, LowRank | None]:
 
 
 def _transform(causal_lm: Any, linear: Any, probe_BL: Tensor) -> LogitTransform | None:
-    """What the model does to logits, found by feeding it some: a ramp far beyond any cap in the place of the head's."""
+    """What the model does to logits, found by replacing the head's output with a ramp that goes far beyond any cap."""
     ramp_V = torch.linspace(-200, 200, linear.out_features, device=probe_BL.device)
     hook = linear.register_forward_hook(lambda _, args, out: ramp_V.to(out.dtype).expand_as(out))
     try:
@@ -115,14 +115,14 @@ def _transform(causal_lm: Any, linear: Any, probe_BL: Tensor) -> LogitTransform 
 
 
 def _scales(config: Any) -> list[float]:
-    """Exact factors that configs name, which are better than measured ones."""
+    """Exact factors from the config; more precise than measured ones."""
     found = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier", "logits_scaling")]
     numbers = [float(value) for value in found if isinstance(value, (int, float)) and value]
     return numbers + [1 / number for number in numbers]
 
 
 def _hidden_scale(causal_lm: Any, linear: Any, probe_BL: Tensor, hidden_BLH: Tensor) -> float | None:
-    """What the hidden states are multiplied by before they reach the head (MiniCPM divides them); None = it is more."""
+    """The factor applied to hidden states before the head (MiniCPM divides them); None = not a plain factor."""
     inputs: list[Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:

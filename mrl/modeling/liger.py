@@ -1,10 +1,10 @@
 """Liger's layer kernels (arXiv 2410.10989) in the actor's model: norms, rotary positions, gated MLPs, one kernel each.
 
-Its fused losses are never used: they are a fixed few, with the gradient computed inside the kernel, and here losses are
-an open set; logits are made in tiles anyway (mrl.algorithms.logprobs).
+Its fused losses are never used: there are only a few, with the gradient computed inside the kernel, while losses here
+are an open set. Logits are tiled anyway (mrl.algorithms.logprobs).
 
-Besides the instance Liger exchanges names in transformers' modules, so that models of the same architecture which this
-process loads later run its kernels too.
+Liger also patches transformers' modules, so models of the same architecture that this process loads later run its
+kernels too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KERNELS = {
     **dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu"), True),
     **dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False),
 }
-"""What Liger is told; of each architecture it takes those that it has kernels for."""
+"""Liger's arguments; it ignores those an architecture has no kernel for."""
 
 TOLERANCE = 1e-3
 """Largest difference of hidden states in float32, as a share of the largest of them."""
@@ -57,9 +57,9 @@ def check_liger(training: TrainingConfig, model: ModelConfig, device: torch.devi
 
 
 def apply_liger(model: Any) -> None:
-    """Let this loaded model's layers run Liger's kernels; its tensors and their names stay as they are.
+    """Patch a loaded model's layers with Liger's kernels; tensors and their names do not change.
 
-    Raises ModelError where the hidden states after a few tokens are then not those they were.
+    Raises ModelError where the hidden states of a few tokens then differ.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -75,7 +75,7 @@ def apply_liger(model: Any) -> None:
 
 @torch.no_grad()
 def _hidden(model: Any) -> Tensor:
-    """[L, H], of a few tokens. No random numbers: they are the run's."""
+    """Hidden states of a few tokens, [L, H]. Uses no random numbers: the run's generator must not advance."""
     lm = causal_lm_of(model)
     words = lm.config.get_text_config().vocab_size
     ids_1L = (torch.arange(17, device=lm.device) * 7919 % words)[None]

@@ -1,9 +1,9 @@
-"""Attention over rows that are stored without padding, and whose equal prompts are stored once.
+"""Attention over packed rows: no padding, and equal prompts stored once.
 
-Everything in a transformer but attention treats each token by itself, so a micro-batch can be one long line of tokens:
-each distinct prompt once, then the completions that go on from it. Only attention needs rows: it gathers them, block by
-block of about equal lengths, and takes each token's result back to the line. On a line of G completions of one prompt,
-all that is not attention costs one prompt instead of G, and no padding at all.
+Everything in a transformer but attention treats each token by itself, so a micro-batch can be one packed sequence: each
+distinct prompt once, followed by its completions. Only attention needs rows. It gathers them into blocks of about equal
+length, and scatters each token's result back to the packed sequence. With G completions of one prompt, all layers but
+attention compute one prompt instead of G, and no padding.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mrl.modeling.gather import Gather, make_gather
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 BLOCK_SHORTEST = 0.75
-"""A block's shortest row has at least this share of its longest one's tokens; shorter rows start another block."""
+"""Within a block, every row has at least this share of the longest row's tokens; a shorter row starts a new block."""
 
 
 class NotPackableError(ValueError):
-    """A model asks for something in its attention that packed rows cannot give."""
+    """A model's attention needs something that packed rows do not support."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """Rows as one line of N tokens. A row may begin with tokens that another row has too."""
+class PackedSequence:
+    """Rows packed into one sequence of N tokens. Rows may share their first tokens (a prompt)."""
 
     ids_1N: Tensor
     positions_1N: Tensor
     blocks: list[tuple[int, int]]
-    """(rows, longest) of each block. M is the sum of their products: the places in all blocks."""
+    """(rows, longest) of each block. M = Σ rows × longest: positions in all blocks, padding included."""
     to_places: Gather
-    """N → M: which token of the line stands at each place; the first where a row is padded, on the right."""
-    to_line: Gather
-    """M → N: one place of each token."""
+    """N → M: the packed token at each block position; token 0 where a row is right-padded."""
+    to_packed: Gather
+    """M → N: one block position of each packed token."""
     no_mask: Tensor
-    """Given to the model as its mask, so that it makes none."""
+    """Passed to the model as its mask, so that it builds none."""
 
     def inputs(self) -> dict[str, Any]:
-        """What a decoder is called with to compute the line."""
+        """The arguments for the decoder."""
         return {
             "input_ids": self.ids_1N,
             "position_ids": self.positions_1N,
             "attention_mask": self.no_mask,
             "use_cache": False,
-            "line": self,
+            "packed": self,
         }
 
 
-def make_line(
+def pack_rows(
     prompts: list[list[int]], completions: list[list[int]], device: torch.device
-) -> tuple[Line, list[np.ndarray]]:
-    """Rows of prompt + completion as a line, equal prompts once; and where each row's tokens stand in the line."""
+) -> tuple[PackedSequence, list[np.ndarray]]:
+    """Pack rows of prompt + completion, equal prompts once. Also returns each row's token indices in the sequence."""
     ids: list[list[int]] = []
     positions: list[np.ndarray] = []
     prompt_places: dict[tuple[int, ...], np.ndarray] = {}
@@ -82,19 +82,20 @@ def make_line(
     blocks, token_M, filled_M = _blocks(rows)
     filled_P = np.nonzero(filled_M)[0]
     first_N = filled_P[np.unique(token_M[filled_P], return_index=True)[1]]
-    line = Line(
-        ids_1N=onto(device, torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])))[None],
-        positions_1N=onto(device, torch.from_numpy(np.concatenate(positions).astype(np.int64)))[None],
+    ids_N = np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])
+    packed = PackedSequence(
+        ids_1N=to_device(device, torch.from_numpy(ids_N))[None],
+        positions_1N=to_device(device, torch.from_numpy(np.concatenate(positions).astype(np.int64)))[None],
         blocks=blocks,
         to_places=make_gather(token_M, device, filled_M),
-        to_line=make_gather(first_N, device),
+        to_packed=make_gather(first_N, device),
         no_mask=torch.empty(1, 1, 0, 0, device=device),
     )
-    return line, rows
+    return packed, rows
 
 
 def _blocks(rows: list[np.ndarray]) -> tuple[list[tuple[int, int]], np.ndarray, np.ndarray]:
-    """Blocks of rows of about equal length, what stands at each of their places, and which places are not padding."""
+    """Blocks of rows of about equal length, the packed token at each block position, and which are not padding."""
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]), reverse=True)
     cuts = [0]
     for index, row in enumerate(order):
@@ -119,18 +120,18 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    line: Line,
+    packed: PackedSequence,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within the rows of `line`, as transformers' attention functions are called.
+    """Causal attention within the rows of `packed`, as transformers' attention functions are called.
 
     query: [1, heads, N, D]; key, value: [1, groups, N, D]. Returns ([1, N, heads, D], None). Raises NotPackableError.
     """
-    if attention_mask is not line.no_mask:
+    if attention_mask is not packed.no_mask:
         raise NotPackableError("this model makes a mask of its own for its attention")
     unknown = [
         name for name, value in others.items() if value is not None and value is not False and name not in _HARMLESS
@@ -139,9 +140,9 @@ def packed_attention(
         raise NotPackableError(f"attention with {', '.join(unknown) or 'a look to the right'}")
     if _windows is not None:
         _windows.append(sliding_window)
-    query_MF, key_MF, value_MF = (_rows(states, line) for states in (query, key, value))
+    query_MF, key_MF, value_MF = (_rows(states, packed) for states in (query, key, value))
     outputs, start = [], 0
-    for rows, longest in line.blocks:
+    for rows, longest in packed.blocks:
         end = start + rows * longest
         mask = _window(longest, sliding_window, query.device)
         query_BhLD, key_BgLD, value_BgLD = (
@@ -154,7 +155,7 @@ def packed_attention(
         outputs.append(output.reshape(rows * longest, -1))
         start = end
     output_MF = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return line.to_line(output_MF).view(1, -1, query.shape[1], value.shape[3]), None
+    return packed.to_packed(output_MF).view(1, -1, query.shape[1], value.shape[3]), None
 
 
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
@@ -165,7 +166,7 @@ _windows: list[int | None] | None = None
 
 @contextmanager
 def watch_windows() -> Iterator[list[int | None]]:
-    """The sliding windows that attention is called with meanwhile."""
+    """Collects the sliding windows that packed attention is called with inside."""
     global _windows
     _windows = []
     try:
@@ -174,13 +175,13 @@ def watch_windows() -> Iterator[list[int | None]]:
         _windows = None
 
 
-def _rows(states: Tensor, line: Line) -> Tensor:
+def _rows(states: Tensor, packed: PackedSequence) -> Tensor:
     """[1, heads, N, D] → M × heads·D."""
-    return line.to_places(states[0].transpose(0, 1).flatten(1))
+    return packed.to_places(states[0].transpose(0, 1).flatten(1))
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a sliding window, where it reaches less far than the row; True = seen."""
+    """The sliding-window mask, True = attended; None where the window covers the row."""
     if window is None or length <= window:
         return None
     place = torch.arange(length, device=device)

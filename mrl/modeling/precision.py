@@ -1,7 +1,7 @@
-"""In which precision a model's linear layers are held, and what its head gives.
+"""The precision in which linear layers are stored, and of the head's logits.
 
-Under autocast a float32 weight is rounded at each use, so those that nobody trains here can be held rounded: half the
-memory and the traffic, the same numbers. And a head's logits are not to be rounded at all: see mrl.algorithms.products.
+Autocast rounds a float32 weight at each use, so weights that are not trained can be stored rounded: half the memory and
+traffic, the same numbers. Logits must not be rounded at all: see mrl.algorithms.products.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from mrl.algorithms.products import NARROW, product
 
 
 def narrow_matrices(model: Any, dtype: torch.dtype | None) -> None:
-    """Hold in `dtype` what autocast multiplies by in `dtype` anyway, in place: numbers under autocast stay the same.
+    """Store linear layers in `dtype`, in place; results under autocast to `dtype` do not change. None = do nothing.
 
-    These are the linear layers; without autocast they compute in what they are given. Embeddings, a head that is tied
-    to them, norms, and experts whose matrices are one tensor stay: autocast does not round these, or not always. None =
-    nothing.
+    Without autocast they compute in their input's dtype. Embeddings, a head tied to them, norms, and experts stored in
+    one tensor keep their dtype: autocast does not always round these.
     """
     if dtype is None:
         return
@@ -31,15 +30,15 @@ def narrow_matrices(model: Any, dtype: torch.dtype | None) -> None:
     for module in model.modules():
         if type(module) is nn.Linear and id(module.weight) not in embeddings:
             module.to(dtype)
-            # Of a model that is copied, the copy's layer takes the place of this one.
+            # deepcopy of the model rebinds the partial to the copy's layer.
             module.forward = functools.partial(_narrow_linear, module)  # type: ignore[method-assign]
 
 
 def keep_logits_wide(causal_lm: Any) -> None:
-    """Have the model's head give float32 from now on, also under autocast and where its weights are narrower.
+    """Make the model's head return float32, also under autocast and with narrower weights.
 
-    For good, so that it does not matter who else runs the model. A head that is more than a linear layer, or a LoRA
-    adapter beside one, stays as it is.
+    The change is permanent, so it does not matter who else runs the model. A head that is neither a linear layer nor
+    one with a LoRA adapter is left as it is.
     """
     head = causal_lm.get_output_embeddings()
     linear = getattr(head, "base_layer", head)
@@ -55,15 +54,15 @@ def _narrow_linear(linear: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 Casts = dict[int, tuple[Tensor, Tensor]]
-"""A head's weights, by their identity: themselves, and what they are cast to."""
+"""By id of a head's weight: the weight and its cast."""
 
 _casts: ContextVar[Casts | None] = ContextVar("casts", default=None)
 
 
 @contextmanager
 def same_weights(kept: Casts | None = None) -> Iterator[None]:
-    """Weights do not change meanwhile: what a head's are cast to is made once. kept: casts from before, which are made
-    anew in the same memory; for a module that nobody else has."""
+    """Weights do not change inside, so a head's weight is cast once. kept: earlier casts, which are refreshed in place;
+    only for a module that nobody else uses."""
     casts: Casts = {} if kept is None else kept
     with torch.no_grad():
         for weight, narrow in casts.values():

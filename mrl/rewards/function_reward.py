@@ -50,7 +50,7 @@ class FunctionReward:
 
     @property
     def logged(self) -> tuple[str, ...] | None:
-        """None = it may log metrics of any name; () = nothing it reads is `log_metric`."""
+        """None = it may log metrics of any name; () = it never reads `log_metric`."""
         takes = _reads_rest(self.function) if self._accepted is None else "log_metric" in self._accepted
         return None if takes else ()
 
@@ -193,7 +193,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def resolve(result: Any, error: BaseException | None) -> None:
         if not future.done():
             future.set_exception(error) if error is not None else future.set_result(result)
 
@@ -210,7 +210,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         except BaseException as caught:
             error = caught
         with contextlib.suppress(RuntimeError):  # the loop was closed after a time-out: nobody waits
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(resolve, result, error)
 
     threading.Thread(target=work, name=f"reward-{function_name(function)}", daemon=True).start()
     return await future

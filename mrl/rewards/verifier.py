@@ -2,7 +2,7 @@
 
 A library that checks answers may take for ever on one, may set signal handlers, which only a main thread can, and may
 evaluate what the model wrote. So it runs in a child process without files to write, sockets or programs to start, and
-is killed when it takes too long. Which is containment, not isolation: programs belong into the sandbox.
+is killed when it takes too long. This is containment, not isolation: programs belong in the sandbox.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class VerifierPool:
 
 
 class _Child:
-    """One process. It ends by itself when this one does: its questions end."""
+    """One process. It exits when this one does, because its stdin closes."""
 
     def __init__(self, function: str) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="mrl-verifier-")

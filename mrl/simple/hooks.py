@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mrl.actor.optimizer import group_options, set_course, set_group_options
+from mrl.actor.optimizer import group_options, set_group_options, set_schedule
 from mrl.errors import ConfigError
 from mrl.simple.recorder import Recorder
 from mrl.simple.trainers import TrainerSpec
@@ -42,7 +42,7 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
             super()._load_optimizer_and_scheduler(checkpoint)
             set_group_options(self.optimizer, made)
             self.lr_scheduler.base_lrs = rates
-            set_course(self.optimizer, self.lr_scheduler, self.lr_scheduler.last_epoch)
+            set_schedule(self.optimizer, self.lr_scheduler, self.lr_scheduler.last_epoch)
 
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             recorder.evaluating = True
@@ -55,8 +55,8 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
     class Rollouts(Saved):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             sampler = super()._get_train_sampler(dataset)
-            # TRL's sampler draws an order per epoch from one generator and starts anew when a run is resumed: prompts
-            # would come again in the first epoch's order.
+            # TRL's sampler draws an order per epoch from one generator and starts over when a run is resumed: prompts
+            # would repeat the first epoch's order.
             for _ in range(recorder.epochs_done if sampler.shuffle else 0):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
             return sampler

@@ -57,7 +57,7 @@ class Recorder(TrainerCallback):
         self.phase = ""
         self.step, self.epoch = 0, 0.0
         self.epochs_done = 0
-        """Before a resumed run goes on."""
+        """Epochs that a resumed run has behind it."""
         self.batch: list[Rollout] = []
         """Of the last call of the reward function."""
         self.eval_groups: list[Group] = []
@@ -143,7 +143,7 @@ class Recorder(TrainerCallback):
         last = self.stopping or step >= self.total_steps
         control.should_training_stop = last
         control.should_save = last or bool(training.save_steps and step % training.save_steps == 0)
-        if args.eval_strategy != "no":  # whoever stops it waits for a checkpoint, not for numbers
+        if args.eval_strategy != "no":  # a run that is stopped writes a checkpoint and does not evaluate
             ends = step >= self.total_steps
             control.should_evaluate = ends or bool(training.eval_steps and step % training.eval_steps == 0)
 

@@ -22,12 +22,12 @@ from mrl.loop.preflight import (
     load_eval_tasks,
     load_train_rows,
     load_train_tasks,
-    of,
     reward_worker_args,
+    taken_of,
     total_steps,
 )
 from mrl.loop.recorded_run import RecordedRun
-from mrl.loop.resources import actor_resources, base_name, check_place, model_for, rewards_for
+from mrl.loop.resources import actor_resources, base_name, check_resources, model_for, rewards_for
 from mrl.loop.resume import fingerprint
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
@@ -64,7 +64,7 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     check_options(config, spec)
     check_installed()
     check_names(config)
-    check_place(config, actor_resources(config))
+    check_resources(config, actor_resources(config))
     rewards = RewardWorker(**reward_worker_args(config.reward)) if spec.online else None
     tasks, total = load_train_tasks(config) if spec.online else ([], 0)
     rows, where, total = load_train_rows(config) if not spec.online else ([], "", total)
@@ -88,7 +88,7 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     else:
         tasks, eval_tasks = (_as_tasks(make_examples(part, shape, encoder)) for part in (rows, eval_rows))
     _check_enough(tasks, config, spec)
-    counts = Counts(of(len(tasks), total), of(len(eval_tasks), eval_total))
+    counts = Counts(taken_of(len(tasks), total), taken_of(len(eval_tasks), eval_total))
     return PreparedSimple(spec, tasks, eval_tasks, context, notices(config, spec, len(tasks)) + notes, counts)
 
 

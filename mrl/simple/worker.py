@@ -35,7 +35,7 @@ from mrl.types import Task
 from mrl.workers.reward import RewardWorker
 
 TRAINING_FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin", "entropy_ctrl_state.json")
-"""Of a checkpoint of TRL's: what training goes on from, beside `rng_state*.pth`. The rest is the model."""
+"""Of a checkpoint of TRL's: what training resumes from, beside `rng_state*.pth`. The rest is the model."""
 END = "end"
 
 
@@ -187,7 +187,7 @@ class SimpleWorker:
             with contextlib.suppress(Exception):  # the error is what matters
                 self.recorder.write_step()  # what was generated is written down, whatever came after
         finally:
-            with contextlib.suppress(Exception):  # a verifier that does not end well costs no trained run
+            with contextlib.suppress(Exception):  # a verifier that fails to close is no reason to lose the run
                 self.recorder.close()
             self.records.put({"kind": END, "step": self.recorder.step})
 
@@ -224,7 +224,7 @@ class SimpleWorker:
         self.records.put({"kind": "checkpoint", "step": step, "best": self.recorder.best})
 
     def _as_trl_checkpoint(self, checkpoint: Path) -> str:
-        """A folder of links in the shape TRL goes on from."""
+        """A folder of links in the shape of a TRL checkpoint."""
         import json
 
         from mrl.store.checkpoints import STATE
@@ -285,7 +285,7 @@ class SimpleWorker:
 
     @contextlib.contextmanager
     def _explained(self) -> Any:
-        """What TRL complains of, as a message that says whose it is."""
+        """Turns TRL's errors into mrl's, with a message that names TRL."""
         try:
             yield
         except MRLError:

@@ -73,7 +73,7 @@ def _allowed_mistakes(draft: Draft, heldout: _Heldout) -> dict[str, list[str]]:
 
 
 class _Heldout:
-    """Membership by behaviour; a few probes settle most questions, the full grid only the rest."""
+    """Membership by behaviour; a few probes decide most cases, the full grid the rest."""
 
     def __init__(self, tasks: TaskSet) -> None:
         self.full = tasks.heldout_signatures()

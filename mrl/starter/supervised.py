@@ -53,7 +53,7 @@ def train(
     seed: int,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """AdamW with warm-up and cosine decay. Every epoch demonstrates each lesson anew, with or without a mistake."""
+    """AdamW with warm-up and cosine decay. Every epoch draws new demonstrations, right or with a mistake."""
     rng = random.Random(f"{seed}/supervised")
     prompts = [_prompt_ids(tokenizer, lesson.prompt) for lesson in lessons]
     optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mrl.store.rows import step_id_of, text
 
 FEW = 5_000
-"""Up to so many rows are sorted rather than looked for along the run."""
+"""Up to so many matching rows are sorted, instead of walking the run's steps."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class PageQuery:
     """Keys of a page. All orders are by step, then by key.
 
     A filter on the task walks the task's index, which is in the run's order. A range of rewards that few rollouts fall
-    into is read from the index of rewards and sorted. Everything else walks the steps, passing over those that
-    according to their row in `steps` hold nothing wanted.
+    into is read from the index of rewards and sorted. Everything else walks the steps, skipping those whose row
+    in `steps` rules out a match.
     """
 
     where: Filter

@@ -48,7 +48,7 @@ Row = tuple[int, str, float, int, int, int, int, str]
 
 
 def progress_row(progress: Progress) -> Row:
-    """A copy that does not change any more."""
+    """An immutable copy."""
     return (
         int(progress.step),
         text(progress.stage),
@@ -62,7 +62,7 @@ def progress_row(progress: Progress) -> Row:
 
 
 def write_progress(db: sqlite3.Connection, row: Row) -> None:
-    """Put it in the place of what was there, with this moment as the heartbeat."""
+    """Replace the row, with now as the heartbeat."""
     db.execute("INSERT OR REPLACE INTO progress VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (time.time(), *row))
 
 

@@ -25,9 +25,9 @@ from mrl.store.schema import DATABASE, open_reader, version_of
 
 Split = Literal["train", "eval"]
 DROPPED = "dropped: "
-"""What the error of a rollout begins with that was too old to be trained on."""
+"""Prefix of the error of a rollout that was too stale to be trained on."""
 UNUSED = "unused: "
-"""What it begins with where the rollout ended when its step had enough."""
+"""Prefix of the error of a rollout that ended when its step had enough groups."""
 CHUNK = 64
 """Rollouts read at a time when all are wanted."""
 STEPS_CHUNK = 256
@@ -85,7 +85,7 @@ class RunReader:
         """What the run is doing now, or did last: the fields of `mrl.store.progress.Progress`, workers as dicts, and
         `heartbeat`, when its process was last alive (seconds since 1970).
 
-        None when there is nothing newer than the heartbeat `since`, or the run is of a time before progress was kept.
+        None when there is nothing newer than the heartbeat `since`, or the run was recorded before progress was kept.
         """
         if not self._one("SELECT count(*) FROM sqlite_schema WHERE name = 'progress'"):
             return None
@@ -112,7 +112,7 @@ class RunReader:
         """A metric by step, in order, of the steps after `since`. What was not a number is NaN; a step that did not
         record it is absent.
 
-        A run that went back to a checkpoint trains steps again: whoever follows it with `since` begins anew when
+        A run that went back to a checkpoint repeats steps: a reader that polls with `since` starts over when
         `run()["resumes"]` has changed.
         """
         sql = (
@@ -203,8 +203,8 @@ class RunReader:
             after = keys[-1]
 
     def failures(self, split: Split = "train") -> tuple[dict[str, int], int]:
-        """Messages of rollouts that failed, each with their number, and how many rollouts there are in all; without
-        those that no step trained on for their age or number."""
+        """Errors of failed rollouts with their counts, and the number of all rollouts; those dropped as stale or unused
+        are in neither."""
         sql = (
             "SELECT coalesce(error, '') AS error, count(*) AS count FROM rollouts "
             "WHERE status = 'failed' AND step_id % 2 = ? GROUP BY 1 ORDER BY 2 DESC"
@@ -215,7 +215,7 @@ class RunReader:
         return errors, self.count(Filter(split)) - dropped
 
     def truncated(self) -> tuple[int, int]:
-        """Of training: completions that hit the token limit, and all that were generated."""
+        """In training: completions that hit the token limit, and all that were generated."""
         sql = (
             "SELECT coalesce(sum(finish_reason = 'length'), 0), count(finish_reason) FROM rollouts "
             "WHERE step_id % 2 = 0"
@@ -302,7 +302,7 @@ class RunReader:
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
-        """What is read inside belongs together, whatever is written meanwhile."""
+        """Reads inside see one state, whatever is written meanwhile."""
         with self._explained():
             self._connection.execute("BEGIN")
             try:

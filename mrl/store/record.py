@@ -1,4 +1,4 @@
-"""One step as one piece of the database."""
+"""A step's rows in the database."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSERT_ROLLOUT = f"INSERT INTO rollouts ({', '.join(ROLLOUT_COLUMNS)}) VALUES ({
 def write_record(
     db: sqlite3.Connection, split: str, step: int, when: float, metrics: dict[str, Any], groups: Sequence[Group]
 ) -> None:
-    """Put a step into the database, in the place of what it has for that step. Not a transaction by itself."""
+    """Put a step into the database, replacing what it has for that step. Not a transaction by itself."""
     step_id = step_id_of(split, step)
     rollouts = [(index, group.task, rollout) for index, group in enumerate(groups) for rollout in group.rollouts]
     rewards = [r.reward for _, _, r in rollouts if r.reward is not None and r.reward == r.reward]

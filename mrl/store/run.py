@@ -101,7 +101,7 @@ class RunStore:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def write_step(self, step: int, metrics: dict[str, float], groups: Iterable[Group]) -> None:
-        """A step's metrics and every rollout behind them, in the place of what the store has for that step."""
+        """A step's metrics and every rollout behind them, replacing what the store has for that step."""
         self._write("train", step, metrics, groups)
 
     def write_eval(self, step: int, metrics: dict[str, float], groups: Iterable[Group]) -> None:
@@ -119,7 +119,7 @@ class RunStore:
         )
 
     def report(self, progress: Progress) -> None:
-        """What the run is doing now, in the place of what it did before. Never waits, never raises: it is written up to
+        """What the run is doing now. Never waits, never raises: it is written up to
         four times a second, and with a heartbeat every two seconds where nothing changes."""
         self._progress = progress_row(progress)
         self._writer.beat_soon()
@@ -203,7 +203,7 @@ class RunStore:
             write_progress(db, self._progress)
 
     def _note_versions(self) -> None:
-        """Say so when the run goes on with other libraries than it began with."""
+        """Record an event when the run is resumed with other library versions than it began with."""
         try:
             before = json.loads((self.folder / VERSIONS).read_text())
         except (OSError, ValueError):

@@ -12,7 +12,7 @@ DATABASE = "run.db"
 VERSION = 2
 """Of the tables below. A change to them raises it."""
 OLDEST = 1
-"""The oldest version that can be read, and is brought up to date when a run goes on: it has no `progress`."""
+"""The oldest version that can be read, and is brought up to date when a run is resumed: it has no `progress`."""
 APPLICATION_ID = 0x6D726C31
 """Marks the file as ours ("mrl1")."""
 BUSY_SECONDS = 60.0

@@ -34,15 +34,15 @@ class SyncReport:
     load_seconds: float
     """Until the last worker had answered."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Why, by the name of the worker: these do not hold the version."""
+    """Reason by worker name: these workers do not hold the version."""
 
 
 class WeightSync(ABC):
     """Implemented by one file per method in this package.
 
-    folder: a directory of its own, for methods that pass weights through files. deadline: seconds that publishing may
-    take, and loading. lora: the policy is an adapter; `adapter` sends it alone to workers that can take it, `merged`
-    sends all weights with it added. shares_modules: actor and workers live in one process.
+    folder: a directory of its own, for methods that pass weights through files. deadline: seconds for publishing, and
+    for loading. lora: the policy is an adapter; `adapter` sends the adapter alone to workers that accept it, `merged`
+    sends all weights with the adapter merged in. shares_modules: actor and workers live in one process.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WeightSync(ABC):
         self.current: WeightRef | None = None
         self.on_published: Callable[[], Awaitable[None]] | None = None
         """Called once weights are published and before any worker loads them."""
-        self.abilities: dict[str, dict[str, Any]] = {}
+        self.capabilities: dict[str, dict[str, Any]] = {}
 
     async def sync(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> SyncReport:
         """Publish the actor's weights as `version`; returns once every worker serves them, else raises SyncError."""
@@ -68,15 +68,15 @@ class WeightSync(ABC):
         return report
 
     async def update(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> SyncReport:
-        """The same, but workers that fail are reported instead. Raises SyncError when nothing could be published."""
+        """Like `sync`, but failed workers are in the report. Raises SyncError when nothing could be published."""
         start = perf_counter()
-        failed = await self._meet(workers)
+        failed = await self._ask_new_workers(workers)
         able = [worker for worker in workers if worker.name not in failed]
         self.current = await self._in_time(self.publish(actor, able, version), f"publishing version {version}")
         if self.on_published is not None:
             await self.on_published()
         published = perf_counter()
-        outcomes = await asyncio.gather(*(self._give(worker) for worker in able))
+        outcomes = await asyncio.gather(*(self._load_on(worker) for worker in able))
         failed |= {worker.name: reason for worker, reason in zip(able, outcomes, strict=True) if reason is not None}
         return SyncReport(
             version, self.current.bytes, published - start, perf_counter() - published, dict(sorted(failed.items()))
@@ -85,21 +85,21 @@ class WeightSync(ABC):
     async def catch_up(self, actor: WorkerHandle, worker: WorkerHandle) -> None:
         """Bring a new worker to the version that was published last. Raises SyncError."""
         assert self.current is not None, "nothing was published yet"
-        failed = await self._meet([worker])
-        reason = failed.get(worker.name) or await self._give(worker)
+        failed = await self._ask_new_workers([worker])
+        reason = failed.get(worker.name) or await self._load_on(worker)
         if reason is not None:
             raise SyncError(f"{worker.name}: {reason}")
 
     def forget(self, name: str) -> None:
         """The worker called `name` is gone; another one may take its name."""
-        self.abilities.pop(name, None)
+        self.capabilities.pop(name, None)
 
     @abstractmethod
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
-        """Let the actor put its weights where these workers find them. Raises SyncError."""
+        """Have the actor write its weights where these workers find them. Raises SyncError."""
 
     async def load(self, worker: WorkerHandle, ref: WeightRef) -> dict[str, Any]:
-        """Let one worker take them. Returns its answer."""
+        """Have one worker load them. Returns its answer: the version and the checksum of what it holds."""
         answer: dict[str, Any] = await worker.call("update_weights", ref)
         return answer
 
@@ -113,18 +113,18 @@ class WeightSync(ABC):
 
     # --- for the methods --------------------------------------------------------------------------------------------
 
-    def what(self, workers: list[WorkerHandle]) -> dict[str, Any]:
+    def publish_options(self, workers: list[WorkerHandle]) -> dict[str, Any]:
         """What the actor has to write for all of these workers: the adapter or everything, and in which dtype."""
-        abilities = [self.abilities[worker.name] for worker in workers]
-        adapter = self.lora == "adapter" and bool(abilities) and all("adapter" in a["accepts"] for a in abilities)
-        dtypes = {a["dtype"] for a in abilities}
+        capabilities = [self.capabilities[worker.name] for worker in workers]
+        adapter = self.lora == "adapter" and bool(capabilities) and all("adapter" in a["accepts"] for a in capabilities)
+        dtypes = {a["dtype"] for a in capabilities}
         return {"adapter": adapter, "dtype": dtypes.pop() if len(dtypes) == 1 else None}
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
-    async def _meet(self, workers: list[WorkerHandle]) -> dict[str, str]:
-        """Ask workers not seen before what they take. Returns those that do not answer, and why."""
-        new = [worker for worker in workers if worker.name not in self.abilities]
+    async def _ask_new_workers(self, workers: list[WorkerHandle]) -> dict[str, str]:
+        """Ask new workers which kinds of weights they accept. Returns those that do not answer, and why."""
+        new = [worker for worker in workers if worker.name not in self.capabilities]
         calls = (worker.call("initialize_for_weight_sync") for worker in new)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         failed = {}
@@ -134,11 +134,11 @@ class WeightSync(ABC):
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                self.abilities[worker.name] = answer
+                self.capabilities[worker.name] = answer
         return failed
 
-    async def _give(self, worker: WorkerHandle) -> str | None:
-        """Why the worker does not hold the current version; None when it does."""
+    async def _load_on(self, worker: WorkerHandle) -> str | None:
+        """Load the current version on a worker. Returns why that failed; None when it did not."""
         assert self.current is not None
         try:
             what = f"loading version {self.current.version}"

@@ -1,4 +1,4 @@
-"""`checkpoint`: a whole model folder, and the engine made anew from it. Slow; for engines that can do nothing else."""
+"""`checkpoint`: a whole model folder, from which the engine is rebuilt. Slow; for engines that can do nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CheckpointSync(WeightSync):
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         own(self.folder)
-        dtype = self.what(workers)["dtype"]
+        dtype = self.publish_options(workers)["dtype"]
         ref: WeightRef = await actor.call("write_model", str(self.folder), version, dtype=dtype)
         return ref
 

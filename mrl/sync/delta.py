@@ -1,4 +1,4 @@
-"""`delta`: only what changed since the version before, for slow links; everything again every few versions."""
+"""`delta`: only what changed since the last version, for slow links; a full copy every few versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mrl.weights.files import own
 class DeltaSync(WeightSync):
     """over: where the difference goes: files (`reload`), a shared disk (`volume`), or shared memory (`direct`).
 
-    full_every: a full copy each so many versions; workers that come in between get one at once.
+    full_every: versions between full copies; a worker that joins in between gets one at once.
     """
 
     def __init__(self, folder: Path, *, over: str = "reload", full_every: int = 20, **common: Any) -> None:
@@ -28,14 +28,14 @@ class DeltaSync(WeightSync):
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         since, self.since_full = self.since_full, None  # should this fail, the next one is full
         full = since is None or since + 1 >= self.full_every
-        dtypes = {self.abilities[worker.name]["dtype"] for worker in workers}
+        dtypes = {self.capabilities[worker.name]["dtype"] for worker in workers}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         ref = await self._write(actor, "write_difference", self.folder, version, full=full, dtype=dtype)
         self.since_full = 0 if since is None or ref.base is None else since + 1
         return ref
 
     async def catch_up(self, actor: WorkerHandle, worker: WorkerHandle) -> None:
-        """A worker without the version before needs everything, as it was published: the actor may be further."""
+        """A new worker has no base for a delta: it gets all weights as last published. The actor may be ahead."""
         assert self.current is not None, "nothing was published yet"
         whole = self.folder / "whole"
         self.current = await self._write(actor, "write_last_whole", whole, self.current.version)

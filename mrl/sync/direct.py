@@ -21,8 +21,8 @@ class DirectSync(WeightSync):
     actor_machine: str | None = None
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
-        abilities = [self.abilities[worker.name] for worker in workers]
-        if self.shares_modules and all("module" in a["accepts"] for a in abilities):
+        capabilities = [self.capabilities[worker.name] for worker in workers]
+        if self.shares_modules and all("module" in a["accepts"] for a in capabilities):
             module: WeightRef = await actor.call("share_module", version)
             return module
         if self.memory is None:
@@ -32,9 +32,9 @@ class DirectSync(WeightSync):
             "write_memory",
             str(self.memory),
             version,
-            # Where workers are spawned anywhere, one that replaces another may be on another machine than it was.
-            served=not self.shares_modules or any(a["machine"] != self.actor_machine for a in abilities),
-            **self.what(workers),
+            # Unless all share this process, a worker's replacement may be on another machine.
+            served=not self.shares_modules or any(a["machine"] != self.actor_machine for a in capabilities),
+            **self.publish_options(workers),
         )
         return ref
 
@@ -45,7 +45,7 @@ class DirectSync(WeightSync):
 
 
 def shared_folder() -> Path:
-    """A new folder in shared memory; those of processes that are gone are removed first. Raises SyncError."""
+    """A new folder in shared memory; folders of dead processes are removed first. Raises SyncError."""
     if not os.access(scratch.SHARED_MEMORY, os.W_OK):
         raise SyncError(f"weight_sync_method: direct needs {scratch.SHARED_MEMORY} between processes; use reload")
     return scratch.make("shared", scratch.SHARED_MEMORY)

@@ -16,7 +16,7 @@ class ReloadSync(WeightSync):
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         own(self.folder)
-        ref: WeightRef = await actor.call("write_weights", str(self.folder), version, **self.what(workers))
+        ref: WeightRef = await actor.call("write_weights", str(self.folder), version, **self.publish_options(workers))
         return ref
 
     def served(self) -> Path | None:

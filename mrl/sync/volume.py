@@ -1,8 +1,8 @@
 """`volume`: through a directory that several machines see (NFS, a Modal Volume, ...). Workers pull.
 
-A version is complete or absent: it is written under another name, brought to the disk itself, and renamed. Workers wait
-until their machine sees it, copy it to their own disk, and check what they copied: a network disk that breaks off then
-costs an error message and not a worker that reads mapped memory.
+A version is complete or absent: it is written under another name, fsynced, and renamed. Workers wait
+until their machine sees it, copy it to their own disk, and check what they copied: when the network disk
+fails, that is an error message, and not the crash of a worker that reads mapped memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class VolumeSync(WeightSync):
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
         ref: WeightRef = await actor.call(
-            "write_weights", str(self.folder), version, durable=True, keep=2, **self.what(workers)
+            "write_weights", str(self.folder), version, durable=True, keep=2, **self.publish_options(workers)
         )
         ref.pull_seconds = self.deadline
         return ref
@@ -40,8 +40,8 @@ class VolumeSync(WeightSync):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def pull(ref: WeightRef, scratch: Path) -> WeightRef:
-    """Copy a published version below `scratch`, and return a reference to the copy. Raises SyncError."""
+def pull(ref: WeightRef, folder: Path) -> WeightRef:
+    """Copy a published version below `folder`, and return a reference to the copy. Raises SyncError."""
     assert ref.path is not None
     assert ref.pull_seconds is not None
     source, end = Path(ref.path), time.monotonic() + ref.pull_seconds
@@ -49,12 +49,12 @@ def pull(ref: WeightRef, scratch: Path) -> WeightRef:
         if time.monotonic() > end:
             raise SyncError(f"{source} did not appear here within {ref.pull_seconds:.0f} s; is the disk shared?")
         time.sleep(_POLL_SECONDS)
-    target = scratch / source.name
+    target = folder / source.name
     try:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(source, target)
     except OSError as error:
-        raise SyncError(f"{source} could not be copied to {scratch}: {error}") from error
+        raise SyncError(f"{source} could not be copied to {folder}: {error}") from error
     return WeightRef(
         ref.version, path=str(target), kind=ref.kind, checksum=ref.checksum, bytes=ref.bytes, base=ref.base
     )

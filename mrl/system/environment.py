@@ -14,7 +14,7 @@ LIBRARIES = ("mrl", "torch", "transformers", "peft", "datasets", "tokenizers", "
 
 
 def library_versions() -> dict[str, str | None]:
-    """Of Python and of what a run uses; None = not installed."""
+    """Versions of Python and of what a run uses; None = not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -25,7 +25,7 @@ def library_versions() -> dict[str, str | None]:
 
 
 def computing_environment(device: torch.device) -> dict[str, Any]:
-    """Of the calling thread: `device`, `processor`, `threads` (torch's on CPU), and the libraries' versions."""
+    """What this thread computes on: `device`, `processor`, `threads` (torch's on CPU), and the libraries' versions."""
     import torch
 
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
@@ -38,7 +38,7 @@ def computing_environment(device: torch.device) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What of an environment is another one now, as `name before → now`; what either does not know is left out."""
+    """What changed between two environments, as `name before → now`; what either does not know is left out."""
     return [f"{name} {before[name]} → {now[name]}" for name in before if name in now and before[name] != now[name]]
 
 

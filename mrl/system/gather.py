@@ -1,4 +1,4 @@
-"""Several things at once, and none left behind."""
+"""Coroutines at once, and none left behind."""
 
 from __future__ import annotations
 

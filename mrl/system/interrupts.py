@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: once to end in good order, twice to end at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first ends a run in good order, the second at once.
 
-Slurm, Docker, Kubernetes and machines that are taken back send SIGTERM some seconds before they kill; a terminal that
+Slurm, Docker, Kubernetes and preempted machines send SIGTERM some seconds before they kill; a terminal that
 is closed sends SIGHUP.
 """
 
@@ -23,14 +23,14 @@ SIGHUP again is the same one. Ctrl-C twice is always two."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and what was under way is given up."""
+    """The run was asked to stop, and what was in flight is given up."""
 
 
 @contextmanager
 def interrupts(stop: Callable[[int], None], end: Callable[[int], None]) -> Iterator[None]:
     """Within it, the first of `SIGNALS` calls `stop` with its number, and every later one `end`.
 
-    Both are called in the midst of what the main thread is doing: they must not wait for anything. A signal that was
+    Both are called from a signal handler on the main thread: they must not wait for anything. A signal that was
     ignored stays ignored (`nohup` does that with SIGHUP), and the handlers from before are put back. Without effect off
     the main thread.
     """
@@ -59,7 +59,7 @@ def interrupts(stop: Callable[[int], None], end: Callable[[int], None]) -> Itera
 
 
 def exit_code(number: int) -> int:
-    """Of a process that a signal ended, as shells count: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    """Exit code of a process ended by a signal, as in shells: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
     return 128 + number
 
 

@@ -15,7 +15,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @functools.cache
 def machine_id() -> str:
-    """The same for processes that see each other's shared memory, and only for those.
+    """An id that is equal for processes that see each other's shared memory, and only for those.
 
     A kernel gives itself a new random id whenever it boots, and every mounted file system in memory a device number of
     its own: containers on one machine have the first in common, and the second only where they share it. Host names are

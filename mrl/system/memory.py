@@ -1,4 +1,4 @@
-"""How much of a device's memory is to be had, for those who size their work by it."""
+"""Free memory of a device, for code that sizes its work by it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _lock = threading.Lock()
 
 
 def unclaimed(device: torch.device) -> int | None:
-    """Bytes of an accelerator that nobody has, and nobody in this process is going to take; None for other devices,
-    whose memory is the machine's."""
+    """Bytes of an accelerator that are free and that nobody in this process has claimed; None for other devices, which
+    use the machine's memory."""
     if device.type in ("cpu", "mps"):
         return None
     module = torch.get_device_module(device)
     free: int = module.mem_get_info(device)[0]
-    if device.type == "cuda":  # torch keeps what was freed
+    if device.type == "cuda":  # torch's allocator keeps what was freed
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     with _lock:
         claimed = sum(size for where, size in _claims.values() if where == device)
@@ -26,7 +26,7 @@ def unclaimed(device: torch.device) -> int | None:
 
 
 def claim(owner: object, device: torch.device, size: int) -> None:
-    """As long as `owner` lives it will take so many bytes there, sooner or later; 0 = it has taken them."""
+    """`owner` will allocate this many bytes there, sooner or later; 0 = it has. Ends with `owner`."""
     with _lock:
         _claims[owner] = (device, size)
 

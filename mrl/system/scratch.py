@@ -32,7 +32,7 @@ def make(kind: str, parent: Path | None = None) -> Path:
 
 
 def claim(folder: Path) -> None:
-    """Make `folder`, where it is missing, this process's own. Calling it twice is allowed."""
+    """Make `folder` this process's own, creating it if it is missing. Calling it twice is allowed."""
     if folder in _locks:
         return
     folder.mkdir(parents=True, exist_ok=True)

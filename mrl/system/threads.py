@@ -31,17 +31,17 @@ _SOFT_PAUSE = 1
 def submit(function: Callable[[], T], name: str, *, daemon: bool = True) -> Future[T]:
     """Run it on a thread of its own. If not a `daemon`, the process waits for it before it ends."""
     answer: Future[T] = Future()
-    threading.Thread(target=_settle, args=(answer, function), name=name, daemon=daemon).start()
+    threading.Thread(target=_run_into, args=(answer, function), name=name, daemon=daemon).start()
     return answer
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """`asyncio.to_thread` on a thread that is not kept: given up, it holds up neither the loop nor the process."""
+    """`asyncio.to_thread` on a thread of its own, not a pool's: cancelled, it blocks neither the loop nor the exit."""
     name, context = f"mrl-{getattr(function, '__name__', 'work')}", contextvars.copy_context()
     return await asyncio.wrap_future(submit(functools.partial(context.run, function, *args), name))
 
 
-class InTurn:
+class SerialExecutor:
     """Calls one at a time, in their order, on a thread that lives while there are any.
 
     The thread does not keep the process from ending, so neither does a call that hangs.
@@ -80,12 +80,12 @@ class InTurn:
                     self._alive, self.running = False, None
                     return
                 self.running, function, answer = self._waiting.popleft()
-            _settle(answer, function)
+            _run_into(answer, function)
             del function, answer  # what they hold is not kept while the next one is waited for
 
 
-def give_back_team() -> None:
-    """End the team of the thread that calls, where it has one; the next operation that wants one makes it anew.
+def release_openmp_threads() -> None:
+    """End the calling thread's OpenMP team, if it has one; the next operation that needs one starts another.
 
     For threads that live on while others compute, such as a notebook's. Where torch's OpenMP has no way to do so
     (before version 5.0), nothing happens.
@@ -98,7 +98,7 @@ def give_back_team() -> None:
             ctypes.CDLL(str(library)).omp_pause_resource_all(_SOFT_PAUSE)
 
 
-def _settle(answer: Future[T], function: Callable[[], T]) -> None:
+def _run_into(answer: Future[T], function: Callable[[], T]) -> None:
     if not answer.set_running_or_notify_cancel():
         return
     try:

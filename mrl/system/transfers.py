@@ -1,7 +1,7 @@
-"""Between the host and an accelerator, so that neither waits for the other without need.
+"""Copies between the host and an accelerator that wait no more than they must.
 
-An accelerator works through what it was given while the host goes on. A plain copy between the two makes the host wait
-until all of that is done. What goes to the device needs no waiting, and what comes back can come in one piece.
+Kernels run asynchronously while the host goes on. A plain copy makes the host wait until all of them are done. Copies
+to the device need not wait, and what comes back can come in one copy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-def onto(device: torch.device, values: Sequence[Any] | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Values of the host as a tensor on the device. Nothing waits; on the CPU it is what `torch.tensor` makes."""
+def to_device(device: torch.device, values: Sequence[Any] | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Host values as a tensor on the device, without waiting; on the CPU it is what `torch.tensor` makes."""
     made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return made
@@ -23,8 +23,8 @@ def onto(device: torch.device, values: Sequence[Any] | Tensor, dtype: torch.dtyp
     return made.to(device, non_blocking=asynchronous(device))
 
 
-def fetch(*tensors: Tensor) -> list[Tensor]:
-    """Small tensors of one device in host memory, after one wait for all of them. On the CPU they are those given."""
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """Small tensors of one device in host memory, with one synchronisation for all. On the CPU they are those given."""
     if all(tensor.is_cpu for tensor in tensors):
         return list(tensors)
     widest_first = sorted(range(len(tensors)), key=lambda at: -tensors[at].element_size())  # keeps each one aligned
@@ -34,29 +34,29 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
     return [by_place[at].view(t.dtype).view(t.shape) for at, t in enumerate(tensors)]
 
 
-def leaving(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def stream_to_host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor in host memory) one after the other, each valid until the next is asked for.
 
     From a device they come through two pinned buffers on a stream of their own: while one is used the next is on its
     way. Tensors of the host are those given. Each is looked up once, when its turn comes; do not write to them
     meanwhile. dtype: what floating-point ones are cast to before they leave; None = what they are.
     """
-    under_way: _Departure | None = None
-    departures: dict[torch.device, _Departures] = {}
+    in_flight: _HostCopy | None = None
+    streams: dict[torch.device, _CopyStream] = {}
     try:
         for name in [*tensors, None]:
-            before, under_way = under_way, None
+            before, in_flight = in_flight, None
             if name is not None:
                 given = _cast(tensors[name], dtype)
                 if asynchronous(given.device):
-                    device = departures.setdefault(given.device, _Departures(given.device))
-                    under_way = device.send(name, given)
+                    device = streams.setdefault(given.device, _CopyStream(given.device))
+                    in_flight = device.send(name, given)
                 else:
-                    under_way = _Departure(name, given, given.cpu(), None)
+                    in_flight = _HostCopy(name, given, given.cpu(), None)
             if before is not None:
                 yield before.name, before.arrive()
     finally:
-        for device in departures.values():
+        for device in streams.values():
             device.end()
 
 
@@ -72,24 +72,24 @@ def on_host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> 
             same_as[name] = first_of.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
     distinct = {name: tensors[name] for name in tensors if same_as[name] == name} if same_as else tensors
     found = {}
-    for name, here in leaving(distinct, dtype):
+    for name, here in stream_to_host(distinct, dtype):
         borrowed = not (same_as and tensors[name].is_cpu)
         found[name] = here.clone() if borrowed else here
     return {name: found[same_as.get(name, name)] for name in tensors}
 
 
 def asynchronous(device: torch.device) -> bool:
-    """Whether copies may go on while the host does. Apple's devices have no streams."""
+    """Whether copies to and from it can proceed while the host goes on. Apple's devices have no streams."""
     return device.type not in ("cpu", "mps", "meta")
 
 
 def wait(device: torch.device) -> None:
-    """Until all copies from and to it have been made. The device is named: the current one may be another."""
+    """Wait for all copies to and from this device, which need not be the current one."""
     if asynchronous(device):
         torch.get_device_module(device).synchronize(device)
 
 
-class _Departure:
+class _HostCopy:
     """One tensor on its way to the host."""
 
     def __init__(self, name: str, given: Tensor, host: Tensor, event: Any) -> None:
@@ -104,8 +104,8 @@ class _Departure:
         return self.host
 
 
-class _Departures:
-    """The way from one device to the host: a stream, and two buffers that are used in turn."""
+class _CopyStream:
+    """Copies from one device to the host: a stream, and two buffers that are used in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
@@ -113,21 +113,21 @@ class _Departures:
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.count = 0
 
-    def send(self, name: str, given: Tensor) -> _Departure:
+    def send(self, name: str, given: Tensor) -> _HostCopy:
         self.count += 1
         if self.buffers[self.count % 2].numel() < given.nbytes:
             pinned = self.device.type == "cuda"
             self.buffers[self.count % 2] = torch.empty(given.nbytes, dtype=torch.uint8, pin_memory=pinned)
         host = self.buffers[self.count % 2][: given.nbytes].view(given.dtype).view(given.shape)
-        self.stream.wait_stream(self.module.current_stream(self.device))  # what is computed by now is what leaves
+        self.stream.wait_stream(self.module.current_stream(self.device))  # copy what is computed by now
         with self.module.stream(self.stream):
             host.copy_(given, non_blocking=True)
         event = self.module.Event()
         event.record(self.stream)
-        return _Departure(name, given, host, event)
+        return _HostCopy(name, given, host, event)
 
     def end(self) -> None:
-        """What comes next on the device comes after the copies: it may write to the tensors, or use their memory."""
+        """Later work on the device waits for the copies: it may write to the tensors, or reuse their memory."""
         self.module.current_stream(self.device).wait_stream(self.stream)
 
 

@@ -6,7 +6,7 @@ SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def size(count: float) -> str:
-    """So many bytes in the unit that fits, in powers of 1000: `940 B`, `3.2 kB`, `1.5 GB`."""
+    """A number of bytes in the unit that fits, in powers of 1000: `940 B`, `3.2 kB`, `1.5 GB`."""
     for unit in SIZE_UNITS[:-1]:
         if round(count, 0 if unit == "B" else 1) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Trackers: who is told of a run besides its own folder."""
+"""Experiment trackers: where a run is reported besides its own folder."""
 
 from mrl.tracking.base import RunInfo, Tracker
 from mrl.tracking.members import TRACKERS

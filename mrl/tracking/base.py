@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mrl.types import Outcome
 
 WARNING = "warning: "
-"""What a `note` begins with that tells of trouble."""
+"""Prefix of a `note` that is a warning."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class RunInfo:
     facts: dict[str, Any] = field(default_factory=dict)
     """Model, device, dataset sizes: for people."""
     step: int = 0
-    """The last step that is done: 0 for a new run, the checkpoint's step for one that goes on."""
+    """The last step that is done: 0 for a new run, the checkpoint's step for a resumed one."""
     resume_ids: dict[str, str] = field(default_factory=dict)
     """Tracker's name to the id its record of this run has, from the checkpoint."""
 

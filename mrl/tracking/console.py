@@ -20,7 +20,7 @@ from mrl.types import Outcome
 
 LINE_EVERY_SECONDS = 10.0
 PHASE_EVERY_SECONDS = 60.0
-"""A log is told what a step waits for when nothing was printed for so long."""
+"""Without a terminal, the phase is printed when nothing was printed for so long."""
 
 BAR_WIDTH = 40
 """At most; a bar that leaves no room for anything else is left out."""
@@ -42,7 +42,7 @@ class ConsoleTracker:
         self.state: State | None = None
         self.printed: tuple[float, str] = (float("-inf"), "")
         self.waited = time.monotonic()
-        """When a log was last told anything of steps."""
+        """When a step or its phase was last printed."""
         self.loading = ""
 
     def start(self, run: RunInfo) -> None:

@@ -16,7 +16,7 @@ FILE = "tracking.jsonl"
 
 
 class JsonlTracker:
-    """One row per call. A run that goes on keeps the rows up to its checkpoint and writes the later ones anew."""
+    """One row per call. A resumed run keeps the rows up to its checkpoint and rewrites the later ones."""
 
     run_id: str | None = None  # the file is found by the run's folder
     file: TextIO

@@ -1,4 +1,4 @@
-"""Which trackers there are."""
+"""The registry of trackers."""
 
 from mrl.registry import Registry
 from mrl.tracking.base import Tracker

@@ -51,7 +51,7 @@ class MlflowTracker:
     def start(self, run: RunInfo) -> None:
         from mlflow import MlflowClient
 
-        for name in ("mlflow", "alembic"):  # they tell of every table they make
+        for name in ("mlflow", "alembic"):  # they log every table they create
             logging.getLogger(name).setLevel(logging.WARNING)
         self.client = MlflowClient()
         self.last_steps: dict[str, int] = {}

@@ -41,18 +41,18 @@ class TrackerSet:
     """The trackers of one run, by their names in `report_to`.
 
     say: told once of each tracker that fails, does not keep up or does not finish; always called on the thread that
-    calls this object. Trackers run on a thread each, but for those that say `direct`.
+    calls this object. Each tracker runs on a thread of its own, except those with `direct`.
     """
 
     def __init__(self, names: Iterable[str], say: Callable[[str], None]) -> None:
         self._say = say
         self._ids: dict[str, str] = {}
         self._messages: deque[str] = deque()
-        self._lanes: list[_Direct | _Lane] = []
+        self._trackers: list[_DirectTracker | _QueuedTracker] = []
         for name in dict.fromkeys(names):
             make = TRACKERS.get(name)
-            lane = _Direct if getattr(make, "direct", False) else _Lane
-            self._lanes.append(lane(name, make, self._messages.append))
+            kind = _DirectTracker if getattr(make, "direct", False) else _QueuedTracker
+            self._trackers.append(kind(name, make, self._messages.append))
 
     def start(self, run: RunInfo) -> None:
         """Start every tracker; those on a thread of their own go on starting after this returned."""
@@ -69,32 +69,32 @@ class TrackerSet:
 
     def phase(self, name: str, detail: str = "") -> None:
         """Say what the run is doing now, and how far that is, to those who show it. May come before `start`."""
-        for lane in self._lanes:
-            if lane.shows_phases:
-                lane.phase(name, detail)
+        for tracker in self._trackers:
+            if tracker.shows_phases:
+                tracker.phase(name, detail)
 
     def run_ids(self) -> dict[str, str]:
         """Tracker's name to its run's id, for the checkpoint: also of those that failed or are not used this time."""
-        found = {lane.name: run_id for lane in self._lanes if (run_id := lane.run_id())}
+        found = {tracker.name: run_id for tracker in self._trackers if (run_id := tracker.run_id())}
         return self._ids | found
 
     def finish(self, status: Outcome = "finished") -> None:
         """Let every tracker write out what it holds, for a bounded time. Does nothing the second time."""
         deadline = time.monotonic() + FINISH_SECONDS
-        waiting = [lane for lane in self._lanes if isinstance(lane, _Lane)]
-        self._lanes = [lane for lane in self._lanes if not isinstance(lane, _Lane)]
-        for lane in waiting:
-            lane.put("finish", status)
-        for lane in waiting:
-            lane.wait(deadline)
-        self._ids |= {lane.name: run_id for lane in [*waiting, *self._lanes] if (run_id := lane.run_id())}
+        waiting = [tracker for tracker in self._trackers if isinstance(tracker, _QueuedTracker)]
+        self._trackers = [tracker for tracker in self._trackers if not isinstance(tracker, _QueuedTracker)]
+        for tracker in waiting:
+            tracker.put("finish", status)
+        for tracker in waiting:
+            tracker.wait(deadline)
+        self._ids |= {tracker.name: run_id for tracker in [*waiting, *self._trackers] if (run_id := tracker.run_id())}
         self._tell_messages()  # while there is still somebody to show them
         self._tell("finish", status)
-        self._lanes = []
+        self._trackers = []
 
     def _tell(self, method: str, *args: Any) -> None:
-        for lane in self._lanes:
-            lane.put(method, *args)
+        for tracker in self._trackers:
+            tracker.put(method, *args)
         self._tell_messages()
 
     def _tell_messages(self) -> None:
@@ -102,7 +102,7 @@ class TrackerSet:
             self._say(self._messages.popleft())
 
 
-class _Direct:
+class _DirectTracker:
     """A tracker that is called at once."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], complain: Callable[[str], None]) -> None:
@@ -141,7 +141,7 @@ class _Direct:
             return None
 
 
-class _Lane(_Direct):
+class _QueuedTracker(_DirectTracker):
     """A tracker on a thread of its own, with a queue that drops its oldest calls when it is full."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], complain: Callable[[str], None]) -> None:
@@ -150,7 +150,7 @@ class _Lane(_Direct):
         self._changed = threading.Condition()
         self._started = threading.Event()
         self._dropping = False
-        self._patient = True
+        self._may_wait = True
         self._thread: threading.Thread | None = None
 
     def put(self, method: str, *args: Any) -> None:
@@ -169,14 +169,14 @@ class _Lane(_Direct):
                 self._changed.notify()
 
     def run_id(self) -> str | None:
-        """As above; the first time, a tracker that is still starting gets a moment to learn it."""
-        if self._thread is not None and super().run_id() is None and self._patient:
-            self._patient = self._started.wait(START_SECONDS)
+        """As above; the first time, it waits for a tracker that is still starting."""
+        if self._thread is not None and super().run_id() is None and self._may_wait:
+            self._may_wait = self._started.wait(START_SECONDS)
         return super().run_id()
 
     def wait(self, deadline: float) -> None:
         """Wait for the thread to end. A daemon: what hangs does not keep the process."""
-        self._patient = False
+        self._may_wait = False
         if self._thread is None:
             return
         self._thread.join(max(deadline - time.monotonic(), 0.0))

@@ -1,1 +1,1 @@
-"""Weights on their way: tensors, checksums, files, differences, the network."""
+"""Weights in transit: tensors, checksums, files, deltas, the network."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 THREADS = min(4, os.cpu_count() or 1)
-"""Each has a tensor to itself. More would wait for the memory."""
+"""Each sums one tensor at a time. More would only wait for memory bandwidth."""
 
 _ROW = 4096
-"""Words summed into one: sums over both directions of a table of this width are the fingerprint."""
+"""64-bit words in a row of the table whose row sums and column sums are the fingerprint."""
 
 _PIECE = 32
 """Rows that stay in a processor's cache (1 MiB)."""
@@ -35,7 +35,7 @@ def checksum(tensors: Mapping[str, Tensor], names: Iterable[str] | None = None) 
 
 @torch.no_grad()
 def sums_of(name: str, tensor: Tensor) -> bytes:
-    """One tensor's share of the fingerprint, for those who have the tensors one after the other."""
+    """One tensor's share of the fingerprint, for callers that stream the tensors."""
     head = f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode()
     return b"".join([head, *(sums.cpu().numpy().tobytes() for sums in _sums(tensor.detach().contiguous()))])
 
@@ -65,7 +65,7 @@ def _sums(tensor: Tensor) -> list[Tensor]:
 def _in_cache(table: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of the rows and of the columns, a few rows at a time, so that the memory is read once.
 
-    On one thread: torch would share each piece among several, which on a busy machine wait for each other.
+    On one thread: torch would split each piece over several, which wait for each other on a busy machine.
     """
     data = table.numpy()
     rows, columns = np.empty(len(data), np.int64), np.zeros(_ROW, np.int64)

@@ -1,4 +1,4 @@
-"""Only what changed between two versions, bit for bit, compressed; and the copy that a reader keeps to add it to.
+"""Weight deltas: what changed between two versions, bit-exact and compressed; and the copy a reader applies them to.
 
 After one optimizer step most bfloat16 weights have the bits they had before. For each tensor the file holds one bit
 per element (did it change?) and the changed elements' new bytes, byte planes apart, so that the nearly constant sign
@@ -47,9 +47,9 @@ class DeltaWriter:
         full: bool,
         durable: bool = False,
     ) -> WeightRef:
-        """Write `version` below `folder`: the difference to the last one, or with `full` everything.
+        """Write `version` below `folder`: the delta from the last one, or with `full` everything.
 
-        The checksum is that of all tensors once the difference is added. Raises SyncError.
+        The checksum covers all tensors once the delta is applied. Raises SyncError.
         """
         now = on_host(tensors, dtype)
         same_kind = {n: (t.shape, t.dtype) for n, t in now.items()} == {
@@ -74,7 +74,7 @@ class DeltaWriter:
         return WeightRef(version, path=str(path), kind="delta", checksum=checksum(now), bytes=size_of(path), base=base)
 
     def last_whole(self, folder: Path, version: int, *, durable: bool = False) -> WeightRef:
-        """Everything as it was published last, for a reader that has nothing. Raises SyncError."""
+        """All weights as last published, for a new reader. Raises SyncError."""
         if version != self.version:
             raise SyncError(f"version {version} is not the one published last ({self.version})")
 
@@ -99,8 +99,8 @@ class DeltaReader:
     def apply(self, ref: WeightRef) -> WeightRef:
         """Bring the folder to `ref`'s version; returns a reference to it as plain weights. Raises SyncError.
 
-        A difference to a version that is not held, or one whose result has another checksum, is refused; the copy is
-        then void until a full version comes.
+        Refuses a delta against a version that is not held, and one whose result has another checksum; the copy is then
+        invalid until a full version arrives.
         """
         assert ref.path is not None
         if ref.base is not None and ref.base != self.version:

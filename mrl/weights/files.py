@@ -28,8 +28,8 @@ def publish(
 ) -> WeightRef:
     """Write `tensors` below `folder` as `version` and remove earlier versions. Raises SyncError.
 
-    dtype: of what is written; None = as they are. durable: on the disk itself before the version appears, for readers
-    on other machines. keep: versions to leave there, this one included.
+    dtype: of what is written; None = as they are. durable: fsynced before the version appears, for readers on other
+    machines. keep: versions to leave there, this one included.
     """
     unique = without_aliases(tensors)
     written: dict[str, str] = {}
@@ -66,7 +66,7 @@ def publish_folder(
 
 
 def own(folder: Path) -> None:
-    """Make `folder` this process's own, so that it is removed should this process be killed. Raises SyncError."""
+    """Claim `folder` for this process, so that it is removed even if this process is killed. Raises SyncError."""
     try:
         scratch.claim(folder)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Tensors under the names and in the shapes that a model's Hugging Face files have.
 
-Some models hold their parameters otherwise than their files do: the experts of a layer in one tensor where files have
-three for each, a head under another name. What leaves the actor is as `save_pretrained` writes it, because that is what
-every engine loads; what comes back goes the other way.
+Some models hold parameters in another layout than their files: a layer's experts in one tensor where the files have
+three for each, or a head under another name. The actor publishes weights as `save_pretrained` writes them, because
+every engine loads those; loading converts back.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mrl.errors import ModelError
 def to_hub(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`tensors`, under the names of `model.state_dict()`, as its files have them.
 
-    All of them: a tensor in a file may be made of several. What is split or joined are views or copies. Tied ones stay
-    under each name, in their order.
+    Give all of them: a tensor in a file may be made of several. Split or joined ones are views or copies. Tied ones
+    keep every name, in their order.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -38,8 +38,8 @@ def hub_shapes(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass
-class Part:
-    """Tensors of files that become one or several of the model's."""
+class FileTensors:
+    """Tensors in the files that become one or several of the model's parameters."""
 
     target: str
     """The first one's name in the model."""
@@ -59,22 +59,22 @@ class Part:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
-def from_hub(model: nn.Module, names: Iterable[str]) -> list[Part]:
-    """How the tensors of files, by their names there, become the model's."""
+def from_hub(model: nn.Module, names: Iterable[str]) -> list[FileTensors]:
+    """How tensors in the files, by their names there, become the model's parameters."""
     conversions, own = copy.deepcopy(_conversions(model)), model.state_dict()
     if not conversions:
-        return [Part(name, [name]) for name in names]
+        return [FileTensors(name, [name]) for name in names]
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    parts: dict[str, Part] = {}
+    parts: dict[str, FileTensors] = {}
     for name in sorted(names, key=dot_natural_key):  # experts by their numbers
         target, pattern = rename_source_key(name, renamings, converters)
         if target not in own and name in own:
             target, pattern = name, None
-        part = parts.setdefault(target, Part(target))
+        part = parts.setdefault(target, FileTensors(target))
         part.names.append(name)
         if pattern is not None:
             part.converter = by_pattern[pattern]
@@ -99,7 +99,7 @@ def check_round_trip(model: nn.Module) -> None:
 
 
 def _conversions(model: nn.Module) -> list[Any]:
-    """Those that transformers loaded the model by, or would have; the same that its `save_pretrained` goes by."""
+    """Those that transformers loaded the model with, or would; `save_pretrained` uses the same."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange

@@ -1,8 +1,8 @@
 """A folder of weights from one machine's memory into another's, over a TCP connection.
 
-The publisher listens; a reader names the version it wants and proves with a token, which came to it with the reference
-to that version, that it may have it. What travels is checked by the tensors' checksum like everything else, so that a
-transfer which was overtaken by the next version is refused and not served. Not encrypted: for networks of one's own.
+The publisher listens. A reader sends the token that came with the reference to a version, and the version it wants. The
+checksum of the tensors is checked as with every sync method, so a transfer that was overtaken by the next version is
+refused and not served. Not encrypted: for private networks.
 
     reader -> token (32 bytes), version (8 bytes)
     publisher -> length (8 bytes) and JSON [[name, size], ...], then the files' bytes one after the other
@@ -28,7 +28,7 @@ _NUMBER = struct.Struct(">q")
 _PIECE = 1 << 20
 _CONNECT_SECONDS = 20.0
 _STALL_SECONDS = 60.0
-"""Without a byte, after which the other side counts as gone."""
+"""Seconds without a byte after which the other side counts as gone."""
 
 
 class WeightServer:
@@ -45,11 +45,11 @@ class WeightServer:
         self._thread.start()
 
     def publish(self, folder: Path, version: int) -> None:
-        """From now on this is what readers get."""
+        """Serve this version from now on."""
         self._version, self._folder = version, folder
 
     def close(self) -> None:
-        """Take no more readers."""
+        """Stop accepting readers."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -79,7 +79,7 @@ class WeightServer:
 
 
 def fetch(addresses: list[str], token: str, version: int, folder: Path) -> None:
-    """Write what the publisher serves as `version` into `folder`, in the place of what is there. Raises SyncError."""
+    """Download `version` from the publisher into `folder`, replacing what is there. Raises SyncError."""
     start = monotonic()
     with _connect(addresses) as connection:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.system.transfers import leaving
+from mrl.system.transfers import stream_to_host
 from mrl.weights.checksum import combine, sums_of
 
 FILE = "model.safetensors"
@@ -38,7 +38,7 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGNMENT = 64
-"""Of the first tensor; each tensor's own follows from writing the widest types first."""
+"""Bytes, of the first tensor; the others are aligned because the widest types are written first."""
 
 
 @contextmanager
@@ -121,13 +121,13 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | N
     """Write tensors to a new file, as `dtype` where they are floating-point, and return their checksum. Raises OSError.
 
     For files that are written once: bytes given to the system are faster than pages of a new file mapped one by one.
-    Each tensor is summed while it is written.
+    Each tensor's checksum is computed while it is written.
     """
     head, places, _ = layout(tensors, dtype)
     shares = {}
     with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
         file.write(head)
-        for name, here in leaving({name: tensors[name] for name in places}, dtype):
+        for name, here in stream_to_host({name: tensors[name] for name in places}, dtype):
             stored = here.contiguous()
             share = beside.submit(sums_of, name, stored)
             file.write(stored.reshape(-1).view(torch.uint8).numpy().data)
@@ -167,8 +167,8 @@ class MappedFile:
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors in, and return the file's own."""
-        # A device casts before they leave, so that less travels; in host memory the copy itself does.
+        # On a device, cast before the transfer, so that it is smaller; in host memory the copy itself casts.
         dtype = None if all(tensor.is_cpu for tensor in tensors.values()) else self.dtype
-        for name, here in leaving(tensors, dtype):
+        for name, here in stream_to_host(tensors, dtype):
             self.tensors[name].copy_(here)
         return self.tensors

@@ -1,4 +1,4 @@
-"""The policy as rollout sources see it, however many workers are behind it and whichever of them die."""
+"""The policy as rollout sources see it: one client, over any number of workers, which may die and be replaced."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from mrl.backends.base import WorkerHandle
 from mrl.errors import EngineDied, EngineError, SyncError, WorkerDied
 from mrl.types import Completion, GenerateRequest
-from mrl.workers.rollout import Together
+from mrl.workers.rollout import CallBatch
 
 if TYPE_CHECKING:
     from mrl.sync.base import SyncReport, WeightSync
 
 _AFFINITY = 8
-"""Requests that a worker may be ahead of the idlest one and still get another whose prefix it has in its cache."""
+"""How many more requests than the idlest worker one may have and still get another whose prefix it has cached."""
 
 _PREFIXES_KNOWN = 8192
-"""Prompts and sessions of which it is remembered which worker has them in its cache."""
+"""Prompts and sessions for which the pool remembers which worker has them cached."""
 
 Spawn = Callable[[int], Awaitable[WorkerHandle]]
 
@@ -30,12 +30,12 @@ class RolloutPool:
 
     A request goes where the prefix it begins with is cached: a session's to the worker that has the session, equal
     prompts to the same worker, unless that one is well ahead of the idlest. Workers say how many requests they take at
-    the same time (`capacity`); the others wait here, so that a long completion holds up nobody. Those that take any
-    number keep an order of their own, and then requests that come together are spread the same way in every run.
+    a time (`capacity`); further requests wait here, so that a long completion holds up nobody. Workers that take any
+    number queue requests themselves; requests made at the same time are then spread the same way in every run.
 
-    A worker that dies, or cannot take new weights, is replaced by a new one with the weights published last, and what
-    it was asked runs again. max_model_len: tokens of prompt and completion together. spawn: makes a new worker for a
-    place; without it nothing is replaced. note: told of each that was. max_restarts: workers that may be replaced in
+    A worker that dies, or cannot take new weights, is replaced by a new one with the weights published last, and its
+    requests are retried. max_model_len: tokens of prompt and completion together. spawn: makes a new worker for a
+    place; without it nothing is replaced. note: told of each replacement. max_restarts: replacements allowed in
     all.
     """
 
@@ -61,12 +61,12 @@ class RolloutPool:
         """For a worker with room, first come first served."""
         self.known: OrderedDict[Hashable, int] = OrderedDict()
         """Where a session, or a prompt, was sent last."""
-        self.departing: dict[int, list[asyncio.Future[Together]]] = {}
+        self.forming: dict[int, list[asyncio.Future[CallBatch]]] = {}
         """Requests of this turn of the event loop, by place."""
-        self.departures = itertools.count()
+        self.batch_numbers = itertools.count()
         self.updating = asyncio.Lock()
         self.last_sync: tuple[WeightSync, WorkerHandle] | None = None
-        """What a new worker gets its weights with, and from whom."""
+        """The sync method and the actor that a replacement gets its weights from."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. A request that cannot be served ends with the reason "error".
@@ -74,11 +74,11 @@ class RolloutPool:
         Raises EngineDied, WorkerDied and SyncError when workers are gone and cannot be replaced.
         """
         while True:
-            place = await self._room(request)
+            place = await self._acquire_place(request)
             worker = self.workers[place]
             try:
-                together = await self._departure(place) if self.capacity.get(worker.name, 1) is None else None
-                completions: list[Completion] = await worker.call("generate", [request], together)
+                call_batch = await self._join_batch(place) if self.capacity.get(worker.name, 1) is None else None
+                completions: list[Completion] = await worker.call("generate", [request], call_batch)
                 return completions[0]
             except (EngineDied, WorkerDied) as error:
                 await self._replace_dead(place, worker, error)
@@ -88,9 +88,9 @@ class RolloutPool:
                 self.load[place] -= 1
                 self._wake()
 
-    async def introduce(self) -> None:
-        """Ask workers that are new how many requests they take. Done before the first requests, these go out at once
-        and in their order."""
+    async def ask_capacity(self) -> None:
+        """Ask new workers how many requests they take. Called before the first requests, so that those are sent at once
+        and in order."""
         for worker in self.workers:
             if worker.name not in self.capacity:
                 self.capacity[worker.name] = await worker.call("capacity")
@@ -110,7 +110,7 @@ class RolloutPool:
 
     # --- who gets a request -----------------------------------------------------------------------------------------
 
-    async def _room(self, request: GenerateRequest) -> int:
+    async def _acquire_place(self, request: GenerateRequest) -> int:
         """A place for one more request, counted as taken."""
         place = None if self.waiting else self._pick(request)
         while place is None:
@@ -144,23 +144,23 @@ class RolloutPool:
         capacity = self.capacity.get(self.workers[place].name, 1)  # 1 = it was not asked yet
         return capacity is None or self.load[place] < capacity
 
-    async def _departure(self, place: int) -> Together:
-        """Wait until every request of this turn of the event loop is known that goes to the same worker; which ones
-        decode side by side decides the last bits of their numbers."""
-        waiting = self.departing.setdefault(place, [])
+    async def _join_batch(self, place: int) -> CallBatch:
+        """Wait for the other requests to this worker in this turn of the event loop: which ones decode in one batch
+        decides the last bits of their logprobs."""
+        waiting = self.forming.setdefault(place, [])
         if not waiting:
-            asyncio.get_running_loop().call_soon(self._depart, place)
+            asyncio.get_running_loop().call_soon(self._send_batch, place)
         waiting.append(asyncio.get_running_loop().create_future())
         return await waiting[-1]
 
-    def _depart(self, place: int) -> None:
-        waiting = [turn for turn in self.departing.pop(place) if not turn.done()]
-        together = Together(next(self.departures), len(waiting))
+    def _send_batch(self, place: int) -> None:
+        waiting = [turn for turn in self.forming.pop(place) if not turn.done()]
+        call_batch = CallBatch(next(self.batch_numbers), len(waiting))
         for turn in waiting:
-            turn.set_result(together)
+            turn.set_result(call_batch)
 
     def _wake(self) -> None:
-        """Let the first who waits look again."""
+        """Let the first waiting request try again."""
         while self.waiting:
             turn = self.waiting.popleft()
             if not turn.done():
@@ -170,7 +170,7 @@ class RolloutPool:
     # --- workers that fail ------------------------------------------------------------------------------------------
 
     async def _replace_dead(self, place: int, worker: WorkerHandle, error: EngineError | WorkerDied) -> None:
-        """Once, however many of its requests failed."""
+        """Replace a dead worker once, however many of its requests failed."""
         if self.workers[place] is worker:
             self.down.add(place)
         async with self.updating:
@@ -202,11 +202,11 @@ class RolloutPool:
         self.capacity.pop(old.name, None)
         self.workers[place] = await self.spawn(place)
         await method.catch_up(actor, self.workers[place])
-        await self.introduce()
+        await self.ask_capacity()
         self.down.discard(place)
         self._wake()
 
 
 def _prefixes(request: GenerateRequest) -> list[Hashable]:
-    """What its beginning may be known by, the surest first."""
+    """What its cached prefix may be found by, the surest first."""
     return [*([request.session] if request.session is not None else []), request.prompt_ids]

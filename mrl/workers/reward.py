@@ -50,8 +50,8 @@ class RewardWorker:
             timeout=reward_timeout,
         )
         self._weights, self._timeout, self._seed = reward_weights, reward_timeout, seed
-        self._drawing = asyncio.Lock()
-        """Where functions get seeded random numbers, one call at a time draws from them."""
+        self._random_lock = asyncio.Lock()
+        """With a seed, one call at a time: the generators are those of the whole process."""
 
     def check_rows(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
         """rows: task id and columns. Raises DataError naming the first task that a reward cannot score."""
@@ -68,7 +68,7 @@ class RewardWorker:
         """Score a batch. trainer_state: an object or a dict, handed to reward functions. Raises RewardError
         only when a reward breaks its contract; all else is in the report."""
         draws = not all(getattr(reward, "independent", False) for reward in self.rewards)
-        async with self._drawing if self._seed is not None and draws else contextlib.nullcontext():
+        async with self._random_lock if self._seed is not None and draws else contextlib.nullcontext():
             if self._seed is not None and requests:
                 step = getattr(trainer_state, "global_step", 0)
                 seed_generators(derive_seed(self._seed, "reward", step, requests[0].rollout_id))

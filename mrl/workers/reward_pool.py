@@ -1,4 +1,4 @@
-"""The reward workers as those see them who have rollouts to score: one `score`, however many there are."""
+"""The reward workers as one client: `score`, however many there are."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Spawn = Callable[[int], Awaitable[WorkerHandle]]
 
 
 class RewardPool:
-    """Spreads rollouts over reward workers. A worker that dies is replaced, and what it was scoring runs again, once.
+    """Spreads rollouts over reward workers. A worker that dies is replaced, and what it was scoring is retried once.
 
-    spawn: makes the worker of a place. note: told of each that was replaced. max_restarts: how many may be in all.
+    spawn: makes the worker of a place. note: told of each replacement. max_restarts: replacements allowed in all.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RewardPool:
         return RewardReport([by_row[row] for row in range(len(requests))], mean_metrics(metrics))
 
     async def _score(self, requests: list[RewardRequest], state: Any) -> RewardReport:
-        """By the worker with the least to do; after its death, once more by the one that takes its place."""
+        """Score on the least loaded worker; if it dies, retry once on its replacement."""
         place = self.load.index(min(self.load))
         self.load[place] += len(requests)
         worker, replaced = self.workers[place], False
@@ -74,8 +74,8 @@ class RewardPool:
             self.load[place] -= len(requests)
 
     async def _replacement(self, place: int, worker: WorkerHandle, error: WorkerDied) -> WorkerHandle:
-        """The worker that takes the dead one's place: one, however many calls have failed. Raises WorkerDied when that
-        would be one too many."""
+        """The dead worker's replacement: one, however many calls have failed. Raises WorkerDied when too many were
+        replaced."""
         async with self.replacing:
             if self.workers[place] is worker:
                 if self.restarts >= self.max_restarts:

@@ -22,21 +22,21 @@ from mrl.weights.checksum import checksum
 from mrl.weights.delta import DeltaReader
 from mrl.weights.network import fetch
 
-SHARES_MODULES = frozenset({"module", "weights"})
-"""Kinds of weights taken by an engine that says nothing about it: a live module, or a folder of tensors."""
+DEFAULT_ACCEPTS = frozenset({"module", "weights"})
+"""Kinds of weights that an engine without `accepts` takes: a live module, or a folder of tensors."""
 
 _LOADING = threading.Lock()
 """Engines that compute in this process take new weights one after the other: each of them uses every core."""
 
 
 STRAGGLER_SECONDS = 1.0
-"""How long calls that begin together wait for one that does not come."""
+"""How long the calls of a batch wait for one that does not come."""
 
 
 @dataclass(frozen=True)
-class Together:
-    """Calls whose requests begin at the same moment, so that the same ones decode side by side in every run, however
-    long each call takes to arrive."""
+class CallBatch:
+    """Calls that begin at the same moment, so that the same requests decode in one batch in every run, however long
+    each call takes to arrive."""
 
     number: int
     calls: int
@@ -54,10 +54,10 @@ class RolloutWorker:
         self.model_config = ModelConfig(**model)
         self.options = options or {}
         self.engine: Engine | None = None
-        self.scratch: Path | None = None
+        self.folder: Path | None = None
         self.deltas: DeltaReader | None = None
         self.arriving: dict[int, list[asyncio.Future[None]]] = {}
-        """Calls that wait for those they begin with."""
+        """Calls that wait for the others of their batch, by its number."""
 
     def load(self) -> None:
         """Serve the configured model as it is, as version 0. Raises ModelError, EngineError."""
@@ -68,7 +68,7 @@ class RolloutWorker:
     def initialize_for_weight_sync(self) -> dict[str, Any]:
         """Make ready for updates. Returns the kinds of weights it takes, their dtype (None = as the actor has them),
         and the machine it is on (`machine_id`)."""
-        accepts = getattr(self.engine_class, "accepts", SHARES_MODULES)
+        accepts = getattr(self.engine_class, "accepts", DEFAULT_ACCEPTS)
         if "module" not in accepts and self.engine is None:
             self.load()  # it runs elsewhere and starts from the model's own files
         return {"accepts": sorted(accepts), "dtype": getattr(self.engine, "dtype", None), "machine": machine_id()}
@@ -78,22 +78,22 @@ class RolloutWorker:
 
         Raises SyncError; the weights from before are then still served, or, where the engine says so, none.
         """
-        here = "module" in getattr(self.engine_class, "accepts", SHARES_MODULES)
+        here = "module" in getattr(self.engine_class, "accepts", DEFAULT_ACCEPTS)
         with _LOADING if here else contextlib.nullcontext():
             if self.engine is None:
                 self.engine = self.engine_class.create(self.model_config, ref.module, **self.options)
-            ref = self._within_reach(ref)
+            ref = self._localize(ref)
             version = self.engine.load_weights(ref)
-            return {"version": version, "checksum": None if ref.checksum is None else self._held(ref)}
+            return {"version": version, "checksum": None if ref.checksum is None else self._held_checksum(ref)}
 
     def reload_from_checkpoint(self, path: str, version: int = 0) -> dict[str, Any]:
-        """Serve a checkpoint (a Hugging Face model folder) as `version`, with the engine made anew. Raises SyncError,
+        """Serve a checkpoint (a Hugging Face model folder) as `version`, with a new engine. Raises SyncError,
         EngineError, ModelError."""
-        accepts = getattr(self.engine_class, "accepts", SHARES_MODULES)
+        accepts = getattr(self.engine_class, "accepts", DEFAULT_ACCEPTS)
         if self.engine is not None and "model" in accepts:
             return self.update_weights(WeightRef(version, path=path, kind="model"))
         if "module" not in accepts:
-            raise SyncError("this engine cannot be made anew from a checkpoint; use weight_sync_method: reload")
+            raise SyncError("this engine cannot be rebuilt from a checkpoint; use weight_sync_method: reload")
         self.close()
         self.engine = self.engine_class.create(self.model_config.model_copy(update={"model": path}), **self.options)
         self.engine.version = version
@@ -101,13 +101,13 @@ class RolloutWorker:
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, requests: list[GenerateRequest], together: Together | None = None) -> list[Completion]:
+    async def generate(self, requests: list[GenerateRequest], call_batch: CallBatch | None = None) -> list[Completion]:
         """One completion per request, in order, each with the version that produced it. Raises EngineError.
 
-        together: the calls that begin with this one.
+        call_batch: the calls that begin with this one.
         """
-        if together is not None and together.calls > 1:
-            await self._all_there(together)
+        if call_batch is not None and call_batch.calls > 1:
+            await self._wait_for_batch(call_batch)
         return await self._ready().generate(requests)
 
     async def compute_logprobs(
@@ -118,12 +118,12 @@ class RolloutWorker:
         return await self._ready().logprobs(sequences)
 
     def capacity(self) -> int | None:
-        """Requests it can work on at the same time, come when they may; None = it decodes one batch at a time."""
+        """Requests it can work on at a time, whenever they arrive; None = it decodes one batch at a time."""
         limit: int | None = getattr(self.engine, "capacity", None)
         return limit
 
     async def progress(self) -> dict[str, int | None]:
-        """For those who watch the run, while everything else goes on: the `version` served (None before the first
+        """For the run's progress display, answered while other calls run: the `version` served (None before the first
         weights) and the `sampled_tokens` since the engine was made (None where it does not count them)."""
         own = getattr(self.engine, "sampled_tokens", None)
         version = None if self.engine is None else self.engine.version
@@ -153,19 +153,19 @@ class RolloutWorker:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
-        if self.scratch is not None:
-            scratch.remove(self.scratch)
-            self.scratch = self.deltas = None
+        if self.folder is not None:
+            scratch.remove(self.folder)
+            self.folder = self.deltas = None
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
-    async def _all_there(self, together: Together) -> None:
-        """Wait for the other calls; not for long, since one that was given up on the way never comes."""
-        arrived = self.arriving.setdefault(together.number, [])
+    async def _wait_for_batch(self, call_batch: CallBatch) -> None:
+        """Wait for the other calls of the batch; not for long, since one that was cancelled on the way never comes."""
+        arrived = self.arriving.setdefault(call_batch.number, [])
         arrived.append(asyncio.get_running_loop().create_future())
-        if len(arrived) < together.calls:
+        if len(arrived) < call_batch.calls:
             await asyncio.wait([arrived[-1]], timeout=STRAGGLER_SECONDS)
-        for waiting in self.arriving.pop(together.number, []):
+        for waiting in self.arriving.pop(call_batch.number, []):
             if not waiting.done():
                 waiting.set_result(None)
 
@@ -180,27 +180,27 @@ class RolloutWorker:
             raise EngineError("this engine cannot sleep; colocate needs engine: vllm")
         return found
 
-    def _within_reach(self, ref: WeightRef) -> WeightRef:
-        """The weights as something the engine loads: copied from a shared disk, with a difference added."""
+    def _localize(self, ref: WeightRef) -> WeightRef:
+        """Weights the engine can load: pulled from a shared disk, fetched from the actor, or with a delta applied."""
         elsewhere = ref.machine is not None and ref.machine != machine_id()
         if ref.pull_seconds is None and ref.kind != "delta" and not elsewhere:
             return ref
-        if self.scratch is None:
+        if self.folder is None:
             memory = scratch.SHARED_MEMORY if elsewhere and os.access(scratch.SHARED_MEMORY, os.W_OK) else None
-            self.scratch = scratch.make("weights", memory)
+            self.folder = scratch.make("weights", memory)
         if ref.pull_seconds is not None:
-            ref = pull(ref, self.scratch / "pulled")
+            ref = pull(ref, self.folder / "pulled")
         if elsewhere:
             assert ref.token is not None
-            fetch(ref.addresses, ref.token, ref.version, self.scratch / "fetched")
-            ref = replace(ref, path=str(self.scratch / "fetched"))
+            fetch(ref.addresses, ref.token, ref.version, self.folder / "fetched")
+            ref = replace(ref, path=str(self.folder / "fetched"))
         if ref.kind == "delta":
             if self.deltas is None:
-                self.deltas = DeltaReader(self.scratch / "whole")
+                self.deltas = DeltaReader(self.folder / "whole")
             ref = self.deltas.apply(ref)
         return ref
 
-    def _held(self, ref: WeightRef) -> str | None:
+    def _held_checksum(self, ref: WeightRef) -> str | None:
         """The checksum of what the engine holds: as it says itself, or computed from its tensors."""
         own = getattr(self._ready(), "held", None)
         if own is not None:

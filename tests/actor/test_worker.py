@@ -254,7 +254,7 @@ def test_compiling_that_fails_is_said_and_done_without(tiny_model: str, monkeypa
 
 
 def test_the_reference_agrees_where_rows_share_a_prompt(tiny_model: str) -> None:
-    """Rows of one prompt lie on one line: the copy of the model has to attend over it as the policy does."""
+    """Rows of one prompt share a packed sequence: the copy of the model has to attend over it as the policy does."""
     batch = make_batch(tiny_model)
     for sample in batch.samples:
         sample.prompt_ids = [1, 2, 3]

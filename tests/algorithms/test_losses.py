@@ -171,7 +171,7 @@ def pad(rows: list[list[float]], dtype: torch.dtype = torch.float32, beyond: int
 
 
 def ours(
-    rows_of: Callable[..., Any],
+    token_batch_of: Callable[..., Any],
     config: AlgorithmConfig,
     batch: Batch,
     *,
@@ -184,13 +184,13 @@ def ours(
     tables = [pad(rows, beyond=beyond, fill=fill) for rows in (batch.advantages, batch.sampler, batch.old, batch.ref)]
     logprobs_BT = pad(batch.logprobs, beyond=beyond, fill=fill).requires_grad_()
     entropy_BT = pad(batch.entropy, beyond=beyond, fill=fill).requires_grad_()
-    rows = rows_of(batch.lengths, mask_BT, *tables)
+    tokens = token_batch_of(batch.lengths, mask_BT, *tables)
     objective, metrics = Objective(config, num_iterations=2), StepMetrics()
-    objective.prepare(rows, TrainBatch([], [], len(batch.masks), int(mask_BT.sum())), entropy_BT.detach())
+    objective.prepare(tokens, TrainBatch([], [], len(batch.masks), int(mask_BT.sum())), entropy_BT.detach())
     total = torch.zeros(())
     for start in range(min(parts, len(batch.masks))):
         index = list(range(start, len(batch.masks), parts))
-        part = rows.take(index)
+        part = tokens.take(index)
         place = (torch.tensor(index), slice(part.mask_BT.shape[1]))
         loss = objective.part_loss(part, logprobs_BT[place], entropy_BT[place], metrics)
         loss.backward()
@@ -235,7 +235,7 @@ def configurations(draw: st.DrawFn, name: str) -> AlgorithmConfig:
 @settings(deadline=None, max_examples=20)
 @given(data=st.data(), batch=batches())
 def test_value_and_gradient_match_the_formula(
-    rows_of: Callable[..., Any], name: str, data: st.DataObject, batch: Batch
+    token_batch_of: Callable[..., Any], name: str, data: st.DataObject, batch: Batch
 ) -> None:
     config = data.draw(configurations(name))
     logprobs, entropy = (
@@ -245,7 +245,7 @@ def test_value_and_gradient_match_the_formula(
     expected = reference(config, batch, logprobs, entropy)
     if expected.requires_grad:
         expected.backward()
-    value, grad_BT, grad_entropy_BT, _ = ours(rows_of, config, batch)
+    value, grad_BT, grad_entropy_BT, _ = ours(token_batch_of, config, batch)
     assert value.item() == pytest.approx(expected.item(), abs=1e-5, rel=1e-5)
     for leaves, got_BT in ((logprobs, grad_BT), (entropy, grad_entropy_BT)):
         grads = [torch.zeros_like(row) if row.grad is None else row.grad for row in leaves]
@@ -258,14 +258,14 @@ def test_value_and_gradient_match_the_formula(
 @settings(deadline=None, max_examples=10)
 @given(data=st.data(), batch=batches(), parts=st.integers(2, 7))
 def test_neither_the_split_nor_the_padding_changes_anything(
-    rows_of: Callable[..., Any], name: str, data: st.DataObject, batch: Batch, parts: int
+    token_batch_of: Callable[..., Any], name: str, data: st.DataObject, batch: Batch, parts: int
 ) -> None:
     """What the padding holds is not looked at."""
     config = data.draw(configurations(name))
-    value, grad_BT, grad_entropy_BT, metrics = ours(rows_of, config, batch)
+    value, grad_BT, grad_entropy_BT, metrics = ours(token_batch_of, config, batch)
     width = grad_BT.shape[1]
     for changes in ({"parts": parts}, {"beyond": 3}, {"parts": parts, "beyond": 2, "fill": 50.0}):
-        other, other_BT, other_entropy_BT, others = ours(rows_of, config, batch, **changes)
+        other, other_BT, other_entropy_BT, others = ours(token_batch_of, config, batch, **changes)
         torch.testing.assert_close(other, value, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(other_BT[:, :width], grad_BT, atol=1e-7, rtol=1e-5)
         torch.testing.assert_close(other_entropy_BT[:, :width], grad_entropy_BT, atol=1e-7, rtol=1e-5)
@@ -275,24 +275,24 @@ def test_neither_the_split_nor_the_padding_changes_anything(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_masked_may_be_not_a_number(rows_of: Callable[..., Any], name: str) -> None:
+def test_what_is_masked_may_be_not_a_number(token_batch_of: Callable[..., Any], name: str) -> None:
     """The sampler's logprobs of tokens that the environment put there are not looked at."""
     old = [[-1.0, -2.0, -0.5], [-0.5]]
     batch = Batch([[-1.1, -2.0, -0.3], [-0.6]], old, old, old, old, [[1.0] * 3, [-2.0]], [[1, 0, 1], [1]])
     config = configured(name, importance_sampling="truncated")
-    value, grad_BT, _, _ = ours(rows_of, config, batch)
+    value, grad_BT, _, _ = ours(token_batch_of, config, batch)
     batch.sampler = [[-1.0, float("nan"), -0.5], [-0.5]]
-    poisoned, poisoned_BT, _, _ = ours(rows_of, config, batch)
+    poisoned, poisoned_BT, _, _ = ours(token_batch_of, config, batch)
     assert torch.equal(value, poisoned)
     assert torch.equal(grad_BT, poisoned_BT)
 
 
-def test_on_policy_gradient_is_the_advantage_times_the_score(rows_of: Callable[..., Any]) -> None:
+def test_on_policy_gradient_is_the_advantage_times_the_score(token_batch_of: Callable[..., Any]) -> None:
     """At ratio 1 every loss is the plain policy gradient: d loss / d logprob = -A x the token's weight."""
     rows = [[-1.0, -2.0], [-0.5]]
     batch = Batch(rows, rows, rows, rows, rows, [[1.0] * 2, [-2.0]], [[1, 1], [1]])
     for name in NAMES:
-        _, grad_BT, _, _ = ours(rows_of, configured(name), batch)
+        _, grad_BT, _, _ = ours(token_batch_of, configured(name), batch)
         weights_BT = weights(LOSSES.get(name).normalization, pad(batch.masks))
         expected_BT = -torch.tensor([[1.0], [-2.0]]) * weights_BT
         torch.testing.assert_close(grad_BT, expected_BT, atol=1e-6, rtol=1e-5)

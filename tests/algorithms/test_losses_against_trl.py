@@ -179,15 +179,15 @@ def trl_loss(name: str, config: AlgorithmConfig, level: str, data: dict[str, Ten
 
 
 def our_loss(
-    rows_of: Callable[..., Any], config: AlgorithmConfig, data: dict[str, Tensor], leaves: list[Tensor]
+    token_batch_of: Callable[..., Any], config: AlgorithmConfig, data: dict[str, Tensor], leaves: list[Tensor]
 ) -> Tensor:
     objective = Objective(config, num_iterations=2)
     advantages_BT = data["advantages"][:, None].expand(B, T)
     lengths = data["mask"].sum(dim=1).int().tolist()
-    rows = rows_of(lengths, data["mask"], advantages_BT, data["sampler"], data["old"], data["ref"])
+    tokens = token_batch_of(lengths, data["mask"], advantages_BT, data["sampler"], data["old"], data["ref"])
     batch = TrainBatch([], [], num_sequences=B, num_tokens=int(data["mask"].sum()))
-    objective.prepare(rows, batch, leaves[1].detach())
-    return objective.part_loss(rows, *leaves, StepMetrics())
+    objective.prepare(tokens, batch, leaves[1].detach())
+    return objective.part_loss(tokens, *leaves, StepMetrics())
 
 
 EVERY = [(name, level) for name, (_, levels) in LOSSES.items() for level in levels]
@@ -195,18 +195,20 @@ EVERY = [(name, level) for name, (_, levels) in LOSSES.items() for level in leve
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize(("name", "level"), EVERY)
-def test_value_and_gradient_agree_with_trl(rows_of: Callable[..., Any], name: str, level: str, around: str) -> None:
-    compare(rows_of, name, level, around, range(1))
+def test_value_and_gradient_agree_with_trl(
+    token_batch_of: Callable[..., Any], name: str, level: str, around: str
+) -> None:
+    compare(token_batch_of, name, level, around, range(1))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "level"), EVERY)
-def test_they_agree_on_many_tensors(rows_of: Callable[..., Any], name: str, level: str) -> None:
+def test_they_agree_on_many_tensors(token_batch_of: Callable[..., Any], name: str, level: str) -> None:
     for around in AROUND:
-        compare(rows_of, name, level, around, range(1, 40))
+        compare(token_batch_of, name, level, around, range(1, 40))
 
 
-def compare(rows_of: Callable[..., Any], name: str, level: str, around: str, seeds: range) -> None:
+def compare(token_batch_of: Callable[..., Any], name: str, level: str, around: str, seeds: range) -> None:
     options = {"importance_sampling": "none", "max_completion_length": MAX_LENGTH, **AROUND[around]}
     if name == "cispo":
         options["epsilon_high"] = 1.5
@@ -225,7 +227,7 @@ def compare(rows_of: Callable[..., Any], name: str, level: str, around: str, see
             [data["logprobs"].clone().requires_grad_(), data["entropy"].clone().requires_grad_()] for _ in range(2)
         )
         their_loss = trl_loss(LOSSES[name][0], config, level, data, theirs)
-        my_loss = our_loss(rows_of, config, data, mine)
+        my_loss = our_loss(token_batch_of, config, data, mine)
         their_loss.backward()
         my_loss.backward()
         torch.testing.assert_close(my_loss, their_loss, atol=1e-5, rtol=1e-5)

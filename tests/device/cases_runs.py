@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mrl.loop.replay import replay
 from mrl.store.run import read_rows
-from mrl.system.transfers import fetch, leaving, on_host
+from mrl.system.transfers import on_host, stream_to_host, to_host
 from tests import simulated_device
 from tests.device.cases_actor import LORA, make_actor
 from tests.small_runs import record_of, run, same_weights
@@ -74,7 +74,7 @@ def test_what_leaves_the_device_is_whole_and_shares_what_it_shared() -> None:
     tensors = {"a": weight, "tied": weight, "half": weight.bfloat16(), "ids": torch.arange(4).to("sim"), "host": CPU}
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     with simulated_device.waits() as found:
-        for name, here in leaving(tensors):
+        for name, here in stream_to_host(tensors):
             assert torch.equal(here, expected[name])
     assert set(found) == {"synchronize"}
     held = on_host(tensors)
@@ -90,7 +90,7 @@ def test_several_small_tensors_come_in_one_piece() -> None:
     given = [torch.tensor([True, False, True]), torch.tensor(3.5, dtype=torch.float64), torch.arange(6).view(2, 3)]
     on_device = [tensor.to("sim") for tensor in given]
     with simulated_device.waits() as found:
-        there = fetch(*on_device)
+        there = to_host(*on_device)
     assert found.total() == 1
     for mine, theirs in zip(there, given, strict=True):
         assert torch.equal(mine, theirs)

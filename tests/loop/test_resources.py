@@ -110,6 +110,7 @@ async def test_an_adapter_of_a_local_model_is_refused_where_only_it_would_travel
     await backend.close()
 
 
+@pytest.mark.slow
 def test_a_run_in_processes_is_the_run_in_one(processes: None, tmp_path: Path) -> None:
     """Bit for bit, resumed once, with several workers of each kind."""
     model = str(build_model(tmp_path / "model"))

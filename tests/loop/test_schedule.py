@@ -189,7 +189,7 @@ async def test_over_sampling_stops_the_slow_ones_and_begins_them_anew() -> None:
 
 
 async def test_over_sampling_hands_over_what_ended_too_late() -> None:
-    """All end at once: three are trained on, the other two are for the record, and begun anew."""
+    """All end at once: three are trained on, the other two are for the record, and restarted."""
     world = World(OverlapConfig(over_sampling=1.4), steps=4)
     first = await world.train(1, seconds=0.01)
     assert first.dropped == []
@@ -278,7 +278,7 @@ async def test_a_checkpoint_holds_what_is_in_flight(mode: str) -> None:
     world = World(overlap)
     world.lasts = lambda index: 0.05 if index == 4 else 0.001
     first = ids(await world.train(1, seconds=0.01, in_flight=mode == "queue"))
-    await world.scheduler.finish_begun()
+    await world.scheduler.finish_in_flight()
     state = json.loads(json.dumps({"scheduler": world.scheduler.state_dict(), "order": world.order.state_dict()}))
     await world.scheduler.close()
     done = [t for t in state["scheduler"]["batches"] if "groups" in t]
@@ -292,7 +292,7 @@ async def test_a_checkpoint_holds_what_is_in_flight(mode: str) -> None:
     later = [ids(await other.train(step)) for step in range(2, 7)]
     assert sorted([*first, *(index for step in later for index in step)][:10]) == list(range(10))
     again = {index for index, _ in other.begun[:3]}
-    assert (4 in again) == (mode == "queue"), "what was not done is begun anew; what was is not"
+    assert (4 in again) == (mode == "queue"), "what was not done is restarted; what was is not"
     assert not {0, 1, 2} & again
 
 

@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.algorithms.sampler_fits import Fit
+from mrl.algorithms.sampling_estimates import SamplingEstimate
 from mrl.config import GenerationConfig
 from mrl.mismatch.causes import WorkerView, all_causes, find_causes
 from mrl.mismatch.probe import MismatchEvidence
 
 ASKED = GenerationConfig(temperature=1.0, top_p=1.0)
-UNFIT = {"temperature": Fit("temperature", 0.9, 0.3), "cut": Fit("top_p", 0.8, 0.3)}
+UNFIT = {
+    "temperature": SamplingEstimate("temperature", 0.9, 0.3),
+    "sampling_filter": SamplingEstimate("top_p", 0.8, 0.3),
+}
 SCORES = {0: [-2.0, -1.0, -3.0], 1: [-2.2, -0.9, -3.2], 2: [-2.4, -0.8, -3.4]}
 
 
@@ -35,21 +38,25 @@ GOOD = WorkerView("rollout-0", 2, list(SCORES[2]), "float32")
 
 
 def test_what_fits_is_named_and_nothing_else() -> None:
-    assert kinds(evidence(temperature=Fit("temperature", 0.7, 0.01)), GOOD) == ["temperature"]
-    assert kinds(evidence(cut=Fit("top_k", 20, 0.02)), GOOD) == ["top-k"]
+    assert kinds(evidence(temperature=SamplingEstimate("temperature", 0.7, 0.01)), GOOD) == ["temperature"]
+    assert kinds(evidence(sampling_filter=SamplingEstimate("top_k", 20, 0.02)), GOOD) == ["top-k"]
     assert kinds(evidence(gap=0.03), GOOD) == ["dtype"]
 
 
 def test_two_that_fit_alike_are_both_named_the_better_one_first() -> None:
-    both = evidence(temperature=Fit("temperature", 0.7, 0.02), cut=Fit("top_p", 0.8, 0.01))
+    both = evidence(
+        temperature=SamplingEstimate("temperature", 0.7, 0.02), sampling_filter=SamplingEstimate("top_p", 0.8, 0.01)
+    )
     assert kinds(both, GOOD) == ["top-p", "temperature"]
-    clear = evidence(temperature=Fit("temperature", 0.7, 0.001), cut=Fit("top_p", 0.8, 0.05))
+    clear = evidence(
+        temperature=SamplingEstimate("temperature", 0.7, 0.001), sampling_filter=SamplingEstimate("top_p", 0.8, 0.05)
+    )
     assert kinds(clear, GOOD) == ["temperature"]
 
 
 def test_other_weights_come_before_what_they_look_like() -> None:
     stale = WorkerView("rollout-1", 2, list(SCORES[1]))
-    looks_hot = evidence(temperature=Fit("temperature", 0.9, 0.05))
+    looks_hot = evidence(temperature=SamplingEstimate("temperature", 0.9, 0.05))
     assert kinds(looks_hot, GOOD, stale) == ["missed sync", "temperature"]
     (cause, _) = find_causes(looks_hot, [GOOD, stale], ASKED)
     assert "rollout-1 says it serves version 2, but scores known tokens as version 1 does" in cause.text
@@ -65,7 +72,11 @@ def test_rounding_in_a_worker_is_no_missed_sync() -> None:
 
 
 def test_logprobs_that_are_infinite_fit_nothing() -> None:
-    broken = evidence(gap=math.inf, temperature=Fit("temperature", 1.0, math.inf), cut=Fit("top_p", 1.0, math.inf))
+    broken = evidence(
+        gap=math.inf,
+        temperature=SamplingEstimate("temperature", 1.0, math.inf),
+        sampling_filter=SamplingEstimate("top_p", 1.0, math.inf),
+    )
     assert kinds(broken, GOOD)[0] == "missed sync"
     assert len(kinds(broken, GOOD)) == 4
 
@@ -95,8 +106,8 @@ def test_something_is_always_said(gap: float, signed: float, left: tuple[float, 
     found = evidence(
         gap=gap,
         signed_gap=signed,
-        temperature=Fit("temperature", 0.5, left[0]),
-        cut=Fit("min_p", 0.1, left[1]),
+        temperature=SamplingEstimate("temperature", 0.5, left[0]),
+        sampling_filter=SamplingEstimate("min_p", 0.1, left[1]),
         rounding=rounding,
     )
     assert all(cause.text for cause in find_causes(found, [GOOD], ASKED))

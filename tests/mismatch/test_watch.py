@@ -70,10 +70,14 @@ CASES: dict[str, tuple[type[TransformersEngine], dict[str, Any], str]] = {
         {"temperature": 0.7, "top_p": 0.9},
         r"1\. temperature: .* temperature 1, where temperature: 0\.7 was asked for .*processed_logprobs",
     ),
-    "top-p": (sampling(top_p=0.8), {}, r"1\. top-p: the sampler cuts like top_p: 0\.8, where 1 was"),
-    "tighter-top-p": (sampling(top_p=0.5), {"top_p": 0.9}, r"1\. top-p: the sampler cuts like top_p: 0\.5, where 0\.9"),
-    "top-k": (sampling(top_k=12), {}, r"1\. top-k: the sampler cuts like top_k: 12, where 0 was"),
-    "min-p": (sampling(min_p=0.1), {"top_p": 0.95}, r"1\. min-p: the sampler cuts like min_p: 0\.\d+, where 0 was"),
+    "top-p": (sampling(top_p=0.8), {}, r"1\. top-p: the sampler filters like top_p: 0\.8, where 1 was"),
+    "tighter-top-p": (
+        sampling(top_p=0.5),
+        {"top_p": 0.9},
+        r"1\. top-p: the sampler filters like top_p: 0\.5, where 0\.9",
+    ),
+    "top-k": (sampling(top_k=12), {}, r"1\. top-k: the sampler filters like top_k: 12, where 0 was"),
+    "min-p": (sampling(min_p=0.1), {"top_p": 0.95}, r"1\. min-p: the sampler filters like min_p: 0\.\d+, where 0 was"),
     "dtype": (InBfloat16, {"max_logprob_gap": 0.01}, r"1\. dtype: .* trainer computes in float32\. Give both the same"),
     "missed-sync": (
         LosesUpdates,

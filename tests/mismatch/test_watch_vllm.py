@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "top-p": (
         ((SamplesOtherwise, Lent), {"changes": {"top_p": 0.7}}),
         {"top_p": 0.95},
-        r"1\. top-p: the sampler cuts like top_p: 0\.7, where 0\.95 was",
+        r"1\. top-p: the sampler filters like top_p: 0\.7, where 0\.95 was",
     ),
     "missed-sync": (
         ((LosesUpdates,), {}),

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mrl.algorithms.logprobs import LogitTransform
 from mrl.config import ModelConfig
 from mrl.modeling.forward import Forward
-from mrl.modeling.packed_attention import make_line
-from mrl.modeling.rows import Rows, make_rows
+from mrl.modeling.packed_attention import pack_rows
+from mrl.modeling.token_batch import TokenBatch, make_token_batch
 from mrl.models import autocast_dtype
 from mrl.types import Sample, TrainBatch
 
@@ -147,27 +147,27 @@ def test_a_head_that_is_no_linear_layer_leaves_the_logits_to_the_model() -> None
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=50, deadline=None)
-def test_a_line_holds_every_row_and_each_prompt_once(rows: list[tuple[int, int]], seed: int) -> None:
+def test_a_packed_sequence_holds_every_row_and_each_prompt_once(rows: list[tuple[int, int]], seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(0, 50, (1 + 4 * kind,), generator=rng).tolist() for kind in range(4)]
     given_prompts = [prompts[kind] for kind, _ in rows]
     completions = [torch.randint(0, 50, (n,), generator=rng).tolist() for _, n in rows]
-    line, places = make_line(given_prompts, completions, torch.device("cpu"))
+    packed, places = pack_rows(given_prompts, completions, torch.device("cpu"))
     distinct = {tuple(prompt) for prompt in given_prompts}
-    assert line.ids_1N.shape[1] == sum(map(len, distinct)) + sum(map(len, completions))
+    assert packed.ids_1N.shape[1] == sum(map(len, distinct)) + sum(map(len, completions))
     for prompt, completion, place in zip(given_prompts, completions, places, strict=True):
-        assert line.ids_1N[0, place].tolist() == prompt + completion
-        assert line.positions_1N[0, place].tolist() == list(range(len(place)))
-    token_M, place_N = line.to_places.row_P, line.to_line.row_P
-    assert len(token_M) == sum(rows * longest for rows, longest in line.blocks)
-    assert torch.equal(token_M[place_N], torch.arange(line.ids_1N.shape[1]))
-    for tokens_R, places_RK in line.to_places.back:
+        assert packed.ids_1N[0, place].tolist() == prompt + completion
+        assert packed.positions_1N[0, place].tolist() == list(range(len(place)))
+    token_M, place_N = packed.to_places.row_P, packed.to_packed.row_P
+    assert len(token_M) == sum(rows * longest for rows, longest in packed.blocks)
+    assert torch.equal(token_M[place_N], torch.arange(packed.ids_1N.shape[1]))
+    for tokens_R, places_RK in packed.to_places.back:
         assert (token_M[places_RK] == tokens_R[:, None]).all()
-    known = torch.cat([places_RK.flatten() for _, places_RK in line.to_places.back])
+    known = torch.cat([places_RK.flatten() for _, places_RK in packed.to_places.back])
     assert len(known) == len(set(known.tolist())) == sum(map(len, places))
 
 
-def make_ragged() -> Rows:
+def make_ragged() -> TokenBatch:
     """Two prompts, three completions each, from one token to thirty; some tokens are the environment's."""
     rng = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, 255, (n,), generator=rng).tolist() for n in (9, 17)]
@@ -176,18 +176,18 @@ def make_ragged() -> Rows:
         completion = torch.randint(1, 255, (length,), generator=rng).tolist()
         mask = [int(i != 2) for i in range(length)]
         samples.append(Sample(prompts[row % 2], completion, [0.0] * length, mask, 0))
-    return make_rows(TrainBatch(samples, [1.0] * 6, 6, 1, TEMPERATURE), torch.device("cpu"))
+    return make_token_batch(TrainBatch(samples, [1.0] * 6, 6, 1, TEMPERATURE), torch.device("cpu"))
 
 
-def check_against_plain(model: Any, forward: Forward, rows: Rows) -> None:
+def check_against_plain(model: Any, forward: Forward, tokens: TokenBatch) -> None:
     """Value, and gradient of a random weighing of the logprobs; also the entropy and its gradient."""
-    weights_BT = torch.randn(rows.mask_BT.shape, generator=torch.Generator().manual_seed(2)) * rows.mask_BT
+    weights_BT = torch.randn(tokens.mask_BT.shape, generator=torch.Generator().manual_seed(2)) * tokens.mask_BT
     trained = [p for p in model.parameters() if p.requires_grad]
-    logprobs_BT, entropy_BT = forward.logprobs(model, rows, entropy_grad=True)
+    logprobs_BT, entropy_BT = forward.logprobs(model, tokens, entropy_grad=True)
     loss = ((logprobs_BT + 0.3 * entropy_BT) * weights_BT).sum()
     mine = torch.autograd.grad(loss, trained, allow_unused=True)
     total = torch.zeros(())
-    for row, sample in enumerate(rows.samples):
+    for row, sample in enumerate(tokens.samples):
         ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
         log_p = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float() / TEMPERATURE, -1)
         length = len(sample.completion_ids)

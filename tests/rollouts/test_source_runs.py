@@ -112,4 +112,6 @@ def test_sources_and_their_options_are_checked_first(tiny_model: str, tmp_path: 
         small_runs.run(tiny_model, tmp_path / "r", rollout_source="single_turm")
     with pytest.raises(ConfigError, match="rollout_source echo_game has no option 'thinks'; it has think, fails_every"):
         small_runs.run(tiny_model, tmp_path / "r", **GAME | {"rollout_options": {"thinks": 1}})
+    with pytest.raises(ConfigError, match=r"rollout_timeout.*makes all rollouts of a step in one call"):
+        small_runs.run(tiny_model, tmp_path / "r", rollout_source="all_at_once", rollout_timeout=5.0)
     assert not (tmp_path / "r").exists()

@@ -16,6 +16,7 @@ from tests.process_backend import ProcessHandle
 from tests.small_runs import record_of, same_weights
 
 
+@pytest.mark.slow
 def test_the_run_is_the_one_without_a_death(
     simple: Callable[..., RunResult], processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ async def spawn_all(model: str, workers: int, **lora: object) -> tuple[InlineBac
 
 async def pool_of(workers: list[Any]) -> RolloutPool:
     policy = RolloutPool(workers, 1000)
-    await policy.introduce()
+    await policy.ask_capacity()
     return policy
 
 

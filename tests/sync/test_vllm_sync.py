@@ -79,7 +79,7 @@ def fingerprint(folder: str) -> str:
 
 async def pool_of(workers: list[Any]) -> RolloutPool:
     policy = RolloutPool(workers, 1000)
-    await policy.introduce()
+    await policy.ask_capacity()
     return policy
 
 
@@ -139,11 +139,11 @@ async def test_after_a_sync_the_logprobs_are_the_actors(
     worker = worker_of(kind)
     settings = worker.model_config.model_dump()
     if method == "direct-network":
-        monkeypatch.setattr("mrl.workers.rollout.machine", lambda: "another-machine")
+        monkeypatch.setattr("mrl.workers.rollout.machine_id", lambda: "another-machine")
     assert isinstance(worker.engine, VLLMEngine)
     before = worker.engine.pid
     sizes = await train_and_sync(method, settings, worker, tmp_path)
-    assert (worker.engine.pid != before) == (method == "checkpoint"), "only then is the engine made anew"
+    assert (worker.engine.pid != before) == (method == "checkpoint"), "only then is the engine rebuilt"
     model_bytes = (Path(str(settings["model"])) / "model.safetensors").stat().st_size
     if kind == "lora-adapter":
         assert max(sizes) < model_bytes / 2, "only the adapter travels"

@@ -16,7 +16,7 @@ import torch
 from mrl import MRLTrainer
 from mrl.actor.worker import ActorWorker
 from mrl.engines.transformers.decode_calls import DecodeThread
-from mrl.system.threads import InTurn, give_back_team, in_thread
+from mrl.system.threads import SerialExecutor, in_thread, release_openmp_threads
 from mrl.workers.rollout import RolloutWorker
 from tests.conftest import build_model
 
@@ -64,7 +64,7 @@ class Teams:
 @pytest.fixture
 def teams() -> Iterator[Teams]:
     threads = torch.get_num_threads()
-    give_back_team()
+    release_openmp_threads()
     torch.set_num_threads(TEAM)
     yield Teams()
     torch.set_num_threads(threads)
@@ -121,8 +121,8 @@ async def test_a_team_is_given_back_when_its_thread_ends(teams: Teams) -> None:
         return teams.count()
 
     assert await in_thread(compute) == 1
-    assert await asyncio.wrap_future(InTurn("x").submit("compute", compute)) <= 2  # the first may be ending
+    assert await asyncio.wrap_future(SerialExecutor("x").submit("compute", compute)) <= 2  # the first may be ending
     assert compute() >= 1
-    give_back_team()
+    release_openmp_threads()
     teams.look("after")
     assert teams.seen[-1][1] == 0

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from mrl.system.memory import claim, rounded, unclaimed
-from mrl.system.transfers import fetch, leaving, on_host, onto, wait
+from mrl.system.transfers import on_host, stream_to_host, to_device, to_host, wait
 
 CPU = torch.device("cpu")
 
 
 def test_on_the_cpu_tensors_are_those_given() -> None:
     one, two = torch.arange(3), torch.ones(2, 2)
-    assert fetch(one, two)[1] is two
-    assert onto(CPU, two) is two
-    assert onto(CPU, [1, 2], torch.float32).dtype == torch.float32
+    assert to_host(one, two)[1] is two
+    assert to_device(CPU, two) is two
+    assert to_device(CPU, [1, 2], torch.float32).dtype == torch.float32
     tensors = {"a": one, "b": two, "c": two}
-    assert all(here.data_ptr() == tensors[name].data_ptr() for name, here in leaving(tensors))
+    assert all(here.data_ptr() == tensors[name].data_ptr() for name, here in stream_to_host(tensors))
     held = on_host(tensors, torch.bfloat16)
     assert held["a"].data_ptr() == one.data_ptr()
     assert held["b"].dtype == torch.bfloat16

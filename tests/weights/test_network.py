@@ -103,9 +103,9 @@ async def test_workers_on_another_machine_hold_the_actors_weights(
         assert worker.engine is not None
         found = await worker.engine.logprobs([TokenSequence((65, 66), (67, 68, 69))])
         torch.testing.assert_close(torch.tensor(found[0]), expected.detach(), atol=1e-5, rtol=0)
-    assert worker.scratch is not None
-    assert (worker.scratch / "fetched" / "model.safetensors").exists()
-    kept = worker.scratch
+    assert worker.folder is not None
+    assert (worker.folder / "fetched" / "model.safetensors").exists()
+    kept = worker.folder
     worker.close()
     actor.close()
     sync.close()

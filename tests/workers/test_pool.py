@@ -28,7 +28,7 @@ class Sampler:
     def capacity(self) -> int | None:
         return self.limit
 
-    async def generate(self, requests: list[GenerateRequest], together: object = None) -> list[Completion]:
+    async def generate(self, requests: list[GenerateRequest], call_batch: object = None) -> list[Completion]:
         self.at_once += len(requests)
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(max(r.sampling.max_tokens for r in requests) / 1000)
@@ -59,7 +59,7 @@ class Publish(WeightSync):
 async def pool(*workers: Sampler, **options: object) -> RolloutPool:
     handles = [InlineHandle(worker, f"rollout-{i}", 60) for i, worker in enumerate(workers)]
     client = RolloutPool(handles, 1000, **options)
-    await client.introduce()
+    await client.ask_capacity()
     return client
 
 
@@ -184,10 +184,10 @@ async def test_a_session_stays_with_the_worker_that_has_its_prefix() -> None:
 
 async def test_a_request_that_an_engine_cannot_serve_takes_no_other_with_it() -> None:
     class Picky(Sampler):
-        async def generate(self, requests: list[GenerateRequest], together: object = None) -> list[Completion]:
+        async def generate(self, requests: list[GenerateRequest], call_batch: object = None) -> list[Completion]:
             if requests[0].id == "3":
                 raise EngineError("no")
-            return await super().generate(requests, together)
+            return await super().generate(requests, call_batch)
 
     done = await generate(await pool(Picky(4)), requests([5] * 6))
     assert [(c.finish_reason, c.error) for c in done] == [

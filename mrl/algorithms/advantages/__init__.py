@@ -1,4 +1,4 @@
-"""Advantages: how much better a rollout, a turn or a token did than what it is compared with. One short file each."""
+"""Advantages: how much better a rollout, a turn or a token did than its baseline. One short file each."""
 
 from mrl.algorithms.advantages.base import EPSILON, Advantage, AdvantageInputs, AdvantageSettings, Scale
 from mrl.algorithms.advantages.group import group_advantages, zero_variance_fraction

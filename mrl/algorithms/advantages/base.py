@@ -1,4 +1,4 @@
-"""What an advantage is: a function from a step's rewards to a number per rollout, or per sampled token.
+"""The interface of an advantage: a function from a step's rewards to a number per rollout, or per sampled token.
 
 Shapes: B scored rollouts of all groups together, K reward functions. All in float64.
 """
@@ -20,7 +20,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What every advantage is made from."""
+    """The inputs of every advantage."""
 
     rewards_B: Tensor
     """Each rollout's reward, shaping (length, KL) included."""
@@ -28,11 +28,11 @@ class AdvantageInputs:
     """The group each rollout belongs to, integers from 0. Groups may differ in size: rollouts that could not be scored
     are left out."""
     rewards_BK: Tensor
-    """By reward function, NaN where one does not apply; shaping, where there is any, is the last column."""
+    """By reward function, NaN where one does not apply; shaping, if any, is the last column."""
     weights_K: Tensor
     """`reward_weights`."""
     turn_rewards: list[list[float]] = field(default_factory=list)
-    """Of each rollout's turns, adding up to its reward; only for advantages that read `steps`."""
+    """Per rollout, the rewards of its turns, which add up to its reward; only for advantages that read `steps`."""
     turn_lengths: list[list[int]] = field(default_factory=list)
     """Sampled tokens of each of those turns."""
 
@@ -56,15 +56,15 @@ class Advantage:
 
     compute: Compute
     reads: Literal["reward", "rewards", "steps"] = "reward"
-    """What rollouts of a group have to differ in, for it to teach: the reward, one of the functions', or a step's."""
+    """What must differ within a group for a gradient: the total reward, a reward function's, or a step's."""
     options: tuple[str, ...] = ()
-    """Options of `AlgorithmConfig` it reads. Those it does not read are refused beside it."""
+    """Options of `AlgorithmConfig` it reads. Setting one that it does not read is refused."""
     takes_negative: bool = True
-    """Rewards may be negative; shaping, which makes them so, is refused where not."""
+    """Rewards may be negative. If False, shaping, which can make them negative, is refused."""
 
 
 def standard_deviation(values_N: Tensor) -> Tensor:
-    """Of a sample (n - 1), 0 for one value."""
+    """Sample standard deviation (n - 1), 0 for one value."""
     centred_N = values_N - values_N.mean()
     return (centred_N.pow(2).sum() / max(values_N.numel() - 1, 1)).sqrt()
 
@@ -77,12 +77,12 @@ def standardize(values_N: Tensor) -> Tensor:
 
 
 def group_means(values_N: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of each value's group, and the group's size; N each."""
+    """Mean and size of each value's group; N each."""
     if values_N.numel() == 0:
         return values_N, values_N
     counts_G = torch.bincount(groups_N).to(values_N)
     means_G = torch.zeros_like(counts_G).index_add_(0, groups_N, values_N) / counts_G.clamp(min=1)
-    # Rounding may put the mean of equal values beside them; within their bounds it is that value, and they teach 0.
+    # Rounding may move the mean of equal values off them; clamped to their range it is exact, and advantages are 0.
     least_G = torch.zeros_like(counts_G).scatter_reduce_(0, groups_N, values_N, "amin", include_self=False)
     most_G = torch.zeros_like(counts_G).scatter_reduce_(0, groups_N, values_N, "amax", include_self=False)
     return means_G.clamp(least_G, most_G)[groups_N], counts_G[groups_N]

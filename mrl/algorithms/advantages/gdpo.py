@@ -1,7 +1,7 @@
 """GDPO: each reward function is normalised by itself before they are added (arXiv 2601.05242).
 
-Added first, different combinations of rewards with one sum get one advantage, and the function with the largest spread
-drowns the others.
+If rewards are summed first, different combinations with equal sums get equal advantages, and the function with the
+largest spread dominates.
 """
 
 from __future__ import annotations

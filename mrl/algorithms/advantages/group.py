@@ -1,4 +1,4 @@
-"""Relative to the group: GRPO's advantage, and what its division may be."""
+"""Group-relative advantages (GRPO) with a choice of scaling."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def group_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> Tenso
 
 
 def baseline_and_divisor(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
-    """What `group_advantages` subtracts from each reward, and what it divides by; B each."""
+    """What `group_advantages` subtracts from each reward, and divides by; B each."""
     means_B, counts_B = group_means(rewards_B, groups_B)
     if scale == "none" or rewards_B.numel() == 0:
         return means_B, torch.ones_like(means_B)
@@ -53,7 +53,7 @@ def baseline_and_divisor(rewards_B: Tensor, groups_B: Tensor, scale: Scale) -> t
 
 
 def zero_variance_fraction(rewards_B: Tensor, groups_B: Tensor) -> float:
-    """Share of the groups whose rewards are all equal, and which therefore teach nothing."""
+    """Share of the groups whose rewards are all equal, and which therefore give no gradient."""
     if rewards_B.numel() == 0:
         return 0.0
     groups = groups_B.unique()

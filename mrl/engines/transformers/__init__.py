@@ -1,1 +1,1 @@
-"""The engine in this process, on models of transformers."""
+"""The in-process engine, on transformers' models."""

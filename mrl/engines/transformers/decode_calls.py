@@ -1,8 +1,8 @@
-"""The thread of a `transformers` engine: calls that decode together, and functions it runs between two tokens.
+"""The thread of a `transformers` engine: decodes calls together, and runs functions between two tokens.
 
-Calls join what is decoded whenever they come, and each is answered when its own requests have ended. Calls that come
-together, in one turn of the event loop, begin together: which rows decode side by side decides the last bits of their
-numbers, and so the same calls give the same bits in every run.
+A call joins the running batch whenever it arrives, and is answered when all its requests are finished. Calls that
+arrive in the same turn of the event loop start together: batch composition affects the last bits of the numbers, so
+this makes runs with the same calls reproducible.
 """
 
 from __future__ import annotations
@@ -14,46 +14,51 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from mrl.engines.transformers.decode_queue import Call, Job, new_answer
+from mrl.engines.transformers.decode_queue import Call, RequestState, new_answer
 from mrl.errors import EngineError
-from mrl.system.threads import InTurn
+from mrl.system.threads import SerialExecutor
 from mrl.types import Completion, GenerateRequest
 
-_SHARED_THREAD = InTurn("mrl-engine")
-"""The thread of all engines in this process that come to an end before another one begins."""
+_SHARED_THREAD = SerialExecutor("mrl-engine")
+"""Shared by the engines of this process that are not `endless`: they take turns."""
 
 
 class Decode(Protocol):
-    """Decodes jobs, and those that `calls.more()` adds, until all ended or `calls.interrupted()`; returns the rest."""
+    """Decodes requests, and those that `calls.more()` adds, until all are finished or `calls.interrupted()`.
 
-    def __call__(self, jobs: list[Job], calls: DecodeThread) -> list[Job]: ...
+    Returns the unfinished ones.
+    """
+
+    def __call__(self, states: list[RequestState], calls: DecodeThread) -> list[RequestState]: ...
 
 
 class DecodeThread:
-    """The one thread of an engine. It lives while there is something to do: an idle one would keep its share of torch's
-    threads from those who train (see mrl.system.threads).
+    """An engine's only thread. It lives while there is work: an idle one would keep torch threads from the training
+    (see mrl.system.threads).
 
-    jobs_of: a call's jobs; requests that cannot be served are answered in it. endless: requests may keep coming, so
-    that the engine needs a thread to itself; otherwise engines of one process decode one after the other, which on a
-    CPU is faster than side by side.
+    request_states: makes the states of a call's requests; answers those that cannot be served. endless: requests may
+    keep coming, so the engine gets its own thread; otherwise engines of one process decode one after the other, which
+    is faster on a CPU than in parallel.
     """
 
-    def __init__(self, decode: Decode, jobs_of: Callable[[Call], list[Job]], *, endless: bool = False) -> None:
-        self._decode, self._jobs_of = decode, jobs_of
-        self._thread = InTurn("mrl-engine") if endless else _SHARED_THREAD
+    def __init__(
+        self, decode: Decode, request_states: Callable[[Call], list[RequestState]], *, endless: bool = False
+    ) -> None:
+        self._decode, self._states_of = decode, request_states
+        self._thread = SerialExecutor("mrl-engine") if endless else _SHARED_THREAD
         self.sampled = 0
-        """Tokens so far: the decoding counts them."""
+        """Tokens sampled so far; the decode loop counts them."""
         self._lock = threading.Lock()
         self._arriving: list[Call] = []
-        """Of this turn of the event loop."""
+        """Calls of this turn of the event loop."""
         self._waiting: deque[Call | _Function] = deque()
         self._urgent: deque[_Function] = deque()
         self._running: dict[Call, None] = {}
-        """Those being decoded, in order."""
+        """Calls being decoded, in order."""
         self._busy = self._closed = False
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Decode these. Raises EngineError when closed. Cancelled, it has them left out from the next token on."""
+        """Decode these requests. Raises EngineError when closed. When cancelled, its requests leave the batch."""
         if self._closed:
             raise _closed()
         if not requests:
@@ -69,7 +74,7 @@ class DecodeThread:
             raise
 
     def run(self, function: Callable[[], Any], *, urgent: bool = False) -> Future[Any]:
-        """Run `function` on the engine's thread: in its turn, or `urgent`, between two tokens of what is decoded.
+        """Run `function` on the engine's thread: after earlier calls, or if `urgent` between two tokens of a batch.
 
         Raises EngineError when closed.
         """
@@ -85,27 +90,27 @@ class DecodeThread:
         if not busy:
             self._fail_all(_closed())
 
-    # --- what the decoding asks -------------------------------------------------------------------------------------
+    # --- called by the decode loop ----------------------------------------------------------------------------------
 
     def interrupted(self) -> bool:
-        """Whether decoding has to stop between two tokens."""
+        """Whether decoding must stop now, between two tokens."""
         return bool(self._urgent) or self._closed
 
     def cancelled(self) -> bool:
-        """Whether some of what is decoded is not wanted any more."""
+        """Whether a call being decoded was cancelled."""
         return any(call.cancelled for call in self._running)
 
-    def ended(self, job: Job, completion: Completion) -> None:
-        """A job is done. Its call is answered when all of its jobs are; the last call that runs only when the model is
-        as it was before (whoever shares it may go on with it then)."""
-        job.call.take(job.index, completion)
-        others = any(not call.cancelled for call in self._running if call is not job.call)
-        if job.call.complete and others:
-            self._running.pop(job.call, None)
-            job.call.deliver()
+    def ended(self, state: RequestState, completion: Completion) -> None:
+        """A request is finished. Its call is answered when all its requests are; the last running call only after the
+        model is back in its former mode (the actor may share it)."""
+        state.call.take(state.index, completion)
+        others = any(not call.cancelled for call in self._running if call is not state.call)
+        if state.call.complete and others:
+            self._running.pop(state.call, None)
+            state.call.deliver()
 
-    def more(self) -> list[Job]:
-        """Jobs that came since and may join."""
+    def more(self) -> list[RequestState]:
+        """Requests that arrived since and may join the batch."""
         if not self._waiting:
             return []
         calls: list[Call] = []
@@ -119,11 +124,11 @@ class DecodeThread:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _all_arrived(self, known: int) -> None:
-        """Begin the calls of this turn of the event loop, and of those right after it, together."""
+        """Queue the calls of this turn of the event loop, and of the turns right after it, together."""
         if len(self._arriving) > known:
             asyncio.get_running_loop().call_soon(self._all_arrived, len(self._arriving))
             return
-        # In an order that does not depend on which call was faster.
+        # Sorted, so that the order does not depend on which call was faster.
         arrived, self._arriving = sorted(self._arriving, key=lambda call: call.requests[0].id), []
         try:
             self._add(self._waiting, arrived)
@@ -140,7 +145,7 @@ class DecodeThread:
                 self._thread.submit("decode", self._drive)
 
     def _drive(self) -> None:
-        unfinished: list[Job] = []
+        unfinished: list[RequestState] = []
         while True:
             function, calls = self._next(idle=not unfinished)
             if self._closed:
@@ -150,20 +155,20 @@ class DecodeThread:
                 function.run()
             elif calls or unfinished:
                 try:
-                    jobs = [*unfinished, *self._begin(calls)]
-                    unfinished = self._decode(jobs, self) if jobs else []
-                except Exception as error:  # whatever it is, those who wait for an answer have to hear of it
+                    states = [*unfinished, *self._begin(calls)]
+                    unfinished = self._decode(states, self) if states else []
+                except Exception as error:  # any error has to reach the callers that wait
                     unfinished = []
                     self._fail(list(self._running), error)
                 for call in self._running:
                     call.deliver()
                 self._running = {c: None for c in self._running if not c.answer.done() and not c.cancelled}
-                unfinished = [job for job in unfinished if not job.call.cancelled]
+                unfinished = [state for state in unfinished if not state.call.cancelled]
             else:
                 return
 
     def _next(self, *, idle: bool) -> tuple[_Function | None, list[Call]]:
-        """What to do next. idle: nothing was interrupted that has to go on first."""
+        """What to do next. idle: there are no interrupted requests, which would go first."""
         with self._lock:
             if self._urgent:
                 return self._urgent.popleft(), []
@@ -182,20 +187,20 @@ class DecodeThread:
             self._busy = bool(calls)
             return None, calls
 
-    def _begin(self, calls: list[Call]) -> list[Job]:
-        """The jobs of calls whose decoding begins."""
-        jobs: list[Job] = []
+    def _begin(self, calls: list[Call]) -> list[RequestState]:
+        """Mark calls as running; returns the states of their requests."""
+        states: list[RequestState] = []
         for call in calls:
             if call.cancelled or call.answer.done():
                 continue
             try:
-                own = self._jobs_of(call)
+                own = self._states_of(call)
             except EngineError as error:
                 call.answer.set_exception(error)
                 continue
             self._running[call] = None
-            jobs += own
-        return jobs
+            states += own
+        return states
 
     def _fail_all(self, error: EngineError) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""What waits to be decoded by the `transformers` engine, and how much of it goes beside what runs."""
+"""Requests of the `transformers` engine while they wait and decode, and how many fit in a batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mrl.types import Completion, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what is in memory at once."""
+    """Memory bounds of a batch."""
 
     max_model_len: int
     """Prompt and completion tokens of one request."""
     max_batch_tokens: int
-    """Rows x longest possible length of those that decode together."""
+    """Rows x longest possible length of the rows that decode together."""
     max_rows: int
     """Rows that decode together; each has logits over the whole vocabulary."""
     prefill_tokens: int
@@ -49,8 +49,8 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """What was sampled of a completion before its decoding was interrupted."""
+class PartialCompletion:
+    """The tokens of a completion that were sampled before decoding was interrupted."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -58,79 +58,84 @@ class Begun:
     """[version, first token] spans."""
 
     def spans(self, version: int) -> list[list[int]]:
-        """The spans when it goes on under `version`."""
+        """The spans if decoding continues under `version`."""
         if self.versions and self.versions[-1][0] == version:
             return self.versions
         return [*self.versions, [version, len(self.ids)]]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request with its place in its call, the tokens it may sample in all, and what it has already."""
+class RequestState:
+    """A request, its place in its call, the tokens it may sample in all, and those it already has."""
 
     call: Call
     index: int
     request: GenerateRequest
     max_new: int
-    begun: Begun
+    partial: PartialCompletion
     tokens: tuple[int, ...]
-    """The prompt and what was begun: what has to be in the cache before it goes on."""
+    """Prompt and partial completion: the tokens to prefill."""
 
     @property
-    def reach(self) -> int:
-        """Tokens it may come to, with its prompt."""
+    def max_length(self) -> int:
+        """Most tokens it may reach, prompt included."""
         return len(self.request.prompt_ids) + self.max_new
 
-    def going_on(self, begun: Begun) -> Job:
-        """The same, with so much sampled already."""
-        tokens = (*self.request.prompt_ids, *begun.ids)
-        return Job(self.call, self.index, self.request, self.max_new, begun, tokens)
+    def continued(self, partial: PartialCompletion) -> RequestState:
+        """The same request with these tokens already sampled."""
+        tokens = (*self.request.prompt_ids, *partial.ids)
+        return RequestState(self.call, self.index, self.request, self.max_new, partial, tokens)
 
 
-def jobs_of(call: Call, max_model_len: int, refuse: Callable[[GenerateRequest], Completion | None]) -> list[Job]:
-    """What there is to do for a call. refuse: the answer to a request that cannot be served, which gets it here."""
-    jobs = []
+def request_states(
+    call: Call, max_model_len: int, refuse: Callable[[GenerateRequest], Completion | None]
+) -> list[RequestState]:
+    """The states of a call's requests. refuse: returns the failed completion of a request that cannot be served, which
+    goes to the call here; None for others."""
+    states = []
     for index, request in enumerate(call.requests):
         refused = refuse(request)
         if refused is not None:
             call.take(index, refused)
             continue
         max_new = min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
-        jobs.append(Job(call, index, request, max_new, Begun(), request.prompt_ids))
-    return jobs
+        states.append(RequestState(call, index, request, max_new, PartialCompletion(), request.prompt_ids))
+    return states
 
 
-def in_order(jobs: Iterable[Job]) -> list[Job]:
-    """Jobs with equal tokens adjacent, longest first: later ones then fit into columns that are there."""
-    groups: dict[tuple[int, ...], list[Job]] = {}
-    for job in jobs:
-        groups.setdefault(job.tokens, []).append(job)
-    return [job for tokens in sorted(groups, key=len, reverse=True) for job in groups[tokens]]
+def longest_first(states: Iterable[RequestState]) -> list[RequestState]:
+    """Longest prefill first, equal ones adjacent: later ones then fit into the columns that are already allocated."""
+    groups: dict[tuple[int, ...], list[RequestState]] = {}
+    for state in states:
+        groups.setdefault(state.tokens, []).append(state)
+    return [state for tokens in sorted(groups, key=len, reverse=True) for state in groups[tokens]]
 
 
-def first_that_fit(queue: Iterable[Job], running: Sequence[Job], limits: Limits, *, one_prefill: bool) -> list[Job]:
-    """The first of the queue, as many as fit beside the running ones; at least one where nothing runs.
+def first_that_fit(
+    queue: Iterable[RequestState], running: Sequence[RequestState], limits: Limits, *, one_prefill: bool
+) -> list[RequestState]:
+    """The first requests of the queue, as many as fit beside the running ones; at least one if none is running.
 
     one_prefill: their distinct prompts must also fit one prefill forward (caches whose rows cannot be replaced).
     """
-    jobs: list[Job] = []
+    states: list[RequestState] = []
     prompts: set[tuple[int, ...]] = set()
-    reach, longest = max((job.reach for job in running), default=0), 0
-    for job in queue:
-        rows, reach = len(running) + len(jobs) + 1, max(reach, job.reach)
-        prompts.add(job.tokens)
-        longest = max(longest, len(job.tokens))
-        fits = rows <= limits.max_rows and rows * reach <= limits.max_batch_tokens
+    max_length, longest = max((state.max_length for state in running), default=0), 0
+    for state in queue:
+        rows, max_length = len(running) + len(states) + 1, max(max_length, state.max_length)
+        prompts.add(state.tokens)
+        longest = max(longest, len(state.tokens))
+        fits = rows <= limits.max_rows and rows * max_length <= limits.max_batch_tokens
         if one_prefill:
             fits &= len(prompts) * longest <= limits.prefill_tokens
         if not fits and rows > 1:
             break
-        jobs.append(job)
-    return jobs
+        states.append(state)
+    return states
 
 
 def new_answer() -> Future[Any]:
-    """One that whoever waits for it cannot cancel: it may be answered at any moment."""
+    """A future that its waiters cannot cancel, so that it can always be set."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -1,8 +1,7 @@
-"""The ways to take one decoding step: what a batch of rows asks of them, and the one whose cache grows.
+"""One decode step: the interface, and the eager implementation.
 
 `eager` calls the model on a cache of exactly the columns in use. `static` (mrl.engines.transformers.static_step) calls
-it on a cache of fixed size, so that a step is the same sequence of kernels each time and can be recorded once and
-replayed.
+it on a cache of fixed size, so that a step is always the same sequence of kernels and can be recorded and replayed.
 """
 
 from __future__ import annotations
@@ -20,43 +19,43 @@ from mrl.engines.transformers.prefill import Prefilled
 
 
 class DecodeStep(Protocol):
-    """Keys and values of B rows, and the model's next step on them. Rows that ended stay until replaced or dropped."""
+    """The KV cache of B rows, and the model's next step on it. Finished rows stay until replaced or dropped."""
 
     def clear(self) -> None:
-        """Forget every row: the next `put` begins a batch."""
+        """Remove every row: the next `put` starts a batch."""
 
-    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, max_length: int) -> None:
         """Row `slots_N[n]` becomes the part's prompt `index_N[n]`.
 
-        rows: how many rows there are afterwards. room: tokens that will follow, at a guess. reach: most tokens any row
-        may come to.
+        rows: number of rows afterwards. room: a guess of the tokens that will follow. max_length: most tokens any row
+        may reach.
         """
 
     def measure(self, lengths: Collection[int]) -> None:
-        """Told after rows came or went: the tokens that each running row holds, without the one just sampled."""
+        """Called after rows came or went. lengths: tokens of each running row, without the one just sampled."""
 
     def forward(self, token_B: Tensor, length_B: Tensor) -> Tensor:
-        """Logits [B, V] after one more token per row. length_B: each row's tokens with it; of a row that ended any."""
+        """Logits [B, V] after one more token per row. length_B: each row's tokens including it; finished rows: any."""
 
     def keep(self, kept_N: Tensor) -> None:
         """Keep the rows at `kept_N`, in that order."""
 
 
 class EagerStep:
-    """A `DecodeStep` on the model's own cache, or on `GrowingCache`: all rows end at the same column."""
+    """A `DecodeStep` on the model's own cache or on `GrowingCache`; all rows end at the same column."""
 
     def __init__(self, lm: CausalLM, max_model_len: int) -> None:
         self.lm, self.max_model_len = lm, max_model_len
         self.cache: Cache
         self.columns = 0
-        """Of the cache that are in use; the rows end at the last one."""
+        """Cache columns in use; the rows end at the last one."""
         self.padded = False
-        """Whether some row begins after the first one."""
+        """Whether some row starts after the first column."""
 
     def clear(self) -> None:
         self.cache = self.lm.new_cache()
 
-    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, max_length: int) -> None:
         length = max(map(len, part.prompts))
         if isinstance(part.cache, GrowingCache):
             assert isinstance(self.cache, GrowingCache)
@@ -77,7 +76,7 @@ class EagerStep:
         if self.padded:
             columns_L = torch.arange(self.columns, device=token_B.device)
             seen_BL = columns_L >= (self.columns - length_B)[:, None]
-        # A row that ended runs along until it is replaced or dropped; its position must stay one the model has.
+        # Finished rows keep running until replaced or dropped; their positions must stay valid for the model.
         position_B1 = (length_B - 1).clamp(max=self.max_model_len - 1)[:, None]
         return self.lm.forward(token_B[:, None], position_B1, seen_BL, self.cache, keep=1)[:, 0]
 

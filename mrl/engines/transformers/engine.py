@@ -16,11 +16,11 @@ import torch
 from mrl.engines.requests import check_sequence, eos_ids, refusal
 from mrl.engines.transformers.decode import decode
 from mrl.engines.transformers.decode_calls import Call, DecodeThread
-from mrl.engines.transformers.decode_queue import Job, Limits, jobs_of
+from mrl.engines.transformers.decode_queue import Limits, RequestState, request_states
 from mrl.engines.transformers.model import CausalLM, StepKind
 from mrl.engines.transformers.score import score
 from mrl.engines.transformers.stop_strings import StopStrings
-from mrl.engines.transformers.trial import fitted
+from mrl.engines.transformers.trial import make_causal_lm
 from mrl.engines.transformers.weights import load_directory
 from mrl.errors import EngineError, SyncError
 from mrl.modeling.precision import narrow_matrices
@@ -46,16 +46,16 @@ class TransformersEngine:
     max_batch_tokens: rows x longest possible length decoded together. Default: what a quarter of the machine's memory
         holds of this model's keys and values, or half of what is free on the GPU and no other engine of this process
         will take; at most 2**20.
-    max_rows: completions decoded together; others wait until rows end. Default: what holds logits of 2**27 (2**29 on
-        GPU) words. Neither bound changes what is sampled.
-    endless: requests may keep coming while others decode, so the engine gets a thread to itself, and says how many it
-        works on at a time (`capacity`); otherwise engines of one process take turns, and each takes any number.
+    max_rows: completions decoded together; others wait for a free row. Default: as many as have 2**27 (2**29 on GPU)
+        logits together. Neither bound changes what is sampled.
+    endless: requests may keep coming while others decode, so the engine gets its own thread and states how many it
+        decodes at a time (`capacity`); otherwise engines of one process take turns, and each takes any number.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
     decode_step: `eager` (a cache that grows), `static` (one of fixed size; on CUDA recorded as CUDA graphs), or `auto`:
         static on CUDA, for models that can.
     version: the policy version the model holds now.
 
-    Raises EngineError when the model cannot be served: see `fitted`.
+    Raises EngineError when the model cannot be served: see `make_causal_lm`.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class TransformersEngine:
         self._stop_strings = StopStrings(tokenizer)
         self._max_model_len = max_model_len
         self._autocast_dtype, self._decode_step = autocast_dtype, decode_step
-        self._lm: CausalLM | None = fitted(model, max_model_len, autocast_dtype, decode_step)
+        self._lm: CausalLM | None = make_causal_lm(model, max_model_len, autocast_dtype, decode_step)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
         claim(self, self._lm.device, self._limits.max_batch_tokens * self._lm.cache_bytes_per_token)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         self.capacity = self._limits.max_rows if endless else None
-        self._thread = DecodeThread(self._decode, self._jobs, endless=endless)
+        self._thread = DecodeThread(self._decode, self._request_states, endless=endless)
 
     @classmethod
     def create(cls, config: ModelConfig, module: nn.Module | None = None, *, endless: bool = False) -> Self:
@@ -106,7 +106,7 @@ class TransformersEngine:
             autocast_dtype=autocast_dtype(config, device),
             decode_step=config.decode_step,
         )
-        engine._model.own = module is None
+        engine._model.exclusive = module is None
         return engine
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
@@ -137,10 +137,10 @@ class TransformersEngine:
     def load_weights(self, ref: WeightRef) -> int:
         """Make `ref` the active policy and return its version.
 
-        A module is adopted as it is, without a copy. A directory of safetensors is copied into the module the engine
-        holds, whoever else uses it. What is being decoded stops between two tokens, and goes on with the new weights
-        and keys and values recomputed under them; its completions then carry a version per token. Raises SyncError; the
-        old weights then stay whole.
+        A module is used as it is, without a copy. A directory of safetensors is copied into the engine's module, even
+        if others share it. Running requests stop between two tokens and continue under the new weights, with their KV
+        cache recomputed; their completions then have a version per token. Raises SyncError; the old weights are then
+        unchanged.
         """
 
         def load() -> int:
@@ -160,12 +160,12 @@ class TransformersEngine:
             raise SyncError(f"weights of version {ref.version} could not be loaded: {error}") from error
 
     async def sampled_tokens(self) -> int:
-        """Tokens sampled so far; while a batch decodes on an accelerator, a few more than its completions will have."""
+        """Tokens sampled so far; on an accelerator a few more than in the completions, while a batch decodes."""
         return self._thread.sampled
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Its tensors by their Hugging Face names, tied ones under each name: the live ones, but for what files have in
-        other shapes. EngineError with a PEFT adapter, whose merged tensors exist nowhere."""
+        """Its tensors by Hugging Face name, tied ones under each name. They are live, except those that files store in
+        other shapes. Raises EngineError with a PEFT adapter, whose merged tensors do not exist."""
         if self._lm is None:
             raise EngineError("the engine is closed")
         if self._lm.inner is not self._lm.module:
@@ -174,7 +174,7 @@ class TransformersEngine:
         return to_hub(inner, {name: tensor.detach() for name, tensor in inner.state_dict().items()})
 
     def close(self) -> None:
-        """End running calls with EngineError, then let go of model and thread. Calling it twice is allowed."""
+        """End running calls with EngineError, then release model and thread. Calling it twice is allowed."""
         self._thread.close()
         self._lm = None
 
@@ -183,24 +183,24 @@ class TransformersEngine:
         if module is self._lm.module:
             return
         try:
-            self._lm = fitted(module, self._max_model_len, self._autocast_dtype, self._decode_step)
+            self._lm = make_causal_lm(module, self._max_model_len, self._autocast_dtype, self._decode_step)
         except EngineError as e:
             raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
 
-    def _jobs(self, call: Call) -> list[Job]:
-        lm, stops = self._model, self._stop_strings.works
+    def _request_states(self, call: Call) -> list[RequestState]:
+        lm, stops = self._model, self._stop_strings.has_tokenizer
 
         def refuse(request: GenerateRequest) -> Completion | None:
             return refusal(request, self._max_model_len, lm.vocab_size, version=self.version, stop_strings=stops)
 
-        return jobs_of(call, self._max_model_len, refuse)
+        return request_states(call, self._max_model_len, refuse)
 
-    def _decode(self, jobs: list[Job], calls: DecodeThread) -> list[Job]:
+    def _decode(self, states: list[RequestState], calls: DecodeThread) -> list[RequestState]:
         lm = self._model
         with lm.inference():
             return decode(
                 lm,
-                jobs,
+                states,
                 calls,
                 limits=self._limits,
                 eos_ids=self._eos_ids,

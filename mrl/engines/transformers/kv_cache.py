@@ -1,9 +1,9 @@
-"""Key/value caches whose rows can be replaced, dropped and repeated.
+"""KV caches whose rows can be replaced, dropped and repeated.
 
-Models whose layers cache full or sliding-window attention get `GrowingCache`: keys and values are written in place into
-buffers that grow by half, where transformers' `DynamicCache` copies everything at every token, and a row that ended can
-be overwritten by another prompt. Other layer kinds (linear attention, chunks, ...) keep transformers' own layers, of
-which only the row selection is used.
+Models with full or sliding-window attention get `GrowingCache`. It writes keys and values in place into buffers that
+grow by half, where transformers' `DynamicCache` copies everything at every token, and a finished row can be overwritten
+by another prompt. Other layer kinds (linear attention, chunks, ...) keep transformers' own layers, of which only the
+row selection is used.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SELECTABLE_LAYERS = {
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None] | None:
-    """The attention window of each layer, None = all of the past; None instead of a list when `GrowingCache` cannot
-    serve some layer. Raises EngineError if no cache would."""
+    """The attention window of each layer, None = full attention. Returns None instead of a list when `GrowingCache`
+    does not support some layer. Raises EngineError if no cache does."""
     try:
         layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError) as e:
@@ -67,8 +67,8 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None] | None:
 
 
 def as_multiplied(*states: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values in the dtype in which attention multiplies them: autocast rounds them at each use, while rotated
-    keys come in float32."""
+    """Keys and values in the dtype that attention uses: autocast rounds them at each use, while rotated keys arrive in
+    float32."""
     kind = states[0].device.type
     if not torch.is_autocast_enabled(kind):
         return states
@@ -83,8 +83,8 @@ def select_rows(cache: Cache, index_B: Tensor) -> None:
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values, [B, heads, L, head_dim], as views of the columns `start` to `end` of two buffers.
 
-    All rows end at the same column: a shorter row has columns before its first token that the mask has to leave out.
-    Whatever those hold is finite.
+    All rows end at the same column: a shorter row has columns before its first token that must be masked. Their values
+    are finite.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -94,8 +94,8 @@ class GrowingLayer(DynamicLayer):
         self._buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens; returns all keys and values so far, of which one new token per row in a
-        layer with a window sees its window only."""
+        """Append the states of new tokens; returns all keys and values so far, or with one new token per row those in
+        the layer's window."""
         key_states, value_states = as_multiplied(key_states, value_states)
         first, new = self.start, key_states.shape[2]
         if not self._buffers:
@@ -127,7 +127,7 @@ class GrowingLayer(DynamicLayer):
     def put(self, slots_N: Tensor, rows: int, source: GrowingLayer, index_N: Tensor, length: int, room: int) -> None:
         """Overwrite the rows at `slots_N` by rows `index_N` of `source`, of at most `length` columns, right-aligned.
 
-        rows: how many rows there are afterwards. room: columns to have after them if the buffers are made anew.
+        rows: number of rows afterwards. room: free columns to add if the buffers are reallocated.
         """
         columns = max(self.get_seq_length(), length)
         if not self._buffers or rows > self._buffers[0].shape[0] or self.end < length:
@@ -140,7 +140,7 @@ class GrowingLayer(DynamicLayer):
             buffer[slots_N, :, self.end - length : self.end] = taken
 
     def take(self, columns_BT: Tensor) -> None:
-        """Reorder columns: column t of row b becomes what was column `columns_BT[b, t]`."""
+        """Reorder columns: column t of row b becomes its former column `columns_BT[b, t]`."""
         rows_B1 = torch.arange(len(columns_BT), device=columns_BT.device)[:, None]
         self._buffers = [s.transpose(1, 2)[rows_B1, columns_BT].transpose(1, 2) for s in self.states()]
         self.start, self.end = 0, columns_BT.shape[1]
@@ -150,13 +150,13 @@ class GrowingLayer(DynamicLayer):
         if self.end + new <= capacity:
             return
         length = self.get_seq_length()
-        # Columns that rows left behind at the start are used again before more are asked for.
+        # Free columns at the start are reused before the buffers grow.
         room = max(length + new, length * 3 // 2)
         shapes = [(rows, heads, room, width), (rows, heads, room, self._buffers[1].shape[3])]
         self._move([b.new_zeros(shape) for b, shape in zip(self._buffers, shapes, strict=True)], length)
 
     def _move(self, buffers: list[Tensor], end: int) -> None:
-        """Go on in other buffers, with the last column just before `end`."""
+        """Move to other buffers, with the last column just before `end`."""
         length = self.get_seq_length()
         for new, old in zip(buffers, self._buffers, strict=False):  # there are none yet in a new layer
             new[: old.shape[0], :, end - length : end] = old[:, :, self.start : self.end]
@@ -166,7 +166,7 @@ class GrowingLayer(DynamicLayer):
 class GrowingCache(DynamicCache):
     """A `DynamicCache` of `GrowingLayer`s.
 
-    windows: the attention window of each layer, None = all of the past.
+    windows: the attention window of each layer, None = full attention.
     """
 
     def __init__(self, config: PreTrainedConfig, windows: list[int | None]) -> None:
@@ -180,7 +180,7 @@ class GrowingCache(DynamicCache):
         return cast(list[GrowingLayer], self.layers)
 
     def empty(self) -> GrowingCache:
-        """Another one of the same kind, with nothing in it."""
+        """An empty cache of the same kind."""
         return GrowingCache(*self._made_from)
 
     def put(self, slots_N: Tensor, rows: int, source: GrowingCache, index_N: Tensor, length: int, room: int) -> None:
@@ -194,6 +194,6 @@ class GrowingCache(DynamicCache):
             layer.take(columns_BT)
 
     def keep_columns(self, length: int) -> None:
-        """Forget all but the last `length` columns, which no row needs any more."""
+        """Keep only the last `length` columns; no row needs the others."""
         for layer in self.growing_layers:
             layer.start = max(layer.start, layer.end - length)

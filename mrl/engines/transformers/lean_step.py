@@ -1,9 +1,10 @@
-"""A decoding step of models built like Llama, in cheaper operations: a way to run them that is written out here.
+"""A decode step for Llama-like models on CPU, written out in cheaper operations.
 
-For one new token per row without gradients, transformers' own forward, made for every case, does not call many more
-operations than this, but dearer ones, through more Python:
+For one new token per row without gradients, transformers' general forward calls about as many operations, but more
+expensive ones, through more Python:
 
-- Norms take the mean of squares as a matrix product; with torch's sum over few numbers a norm takes 1.7 times as long.
+- Norms compute the mean of squares as a matrix product; with torch's sum over few numbers a norm takes 1.7 times as
+  long.
 - Queries and keys are rotated together, by one shift and two multiplications.
 - Attention is two batched products and a softmax. Torch's fused attention is made for many queries per row: with one it
   took 3.6 to 1.7 times as long (two cores of an AMD EPYC, 64 rows, 50 to 180 columns).
@@ -23,13 +24,13 @@ from transformers import PreTrainedModel
 from mrl.engines.transformers.kv_cache import GrowingCache, GrowingLayer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers are norm, attention, norm, gated feed-forward, and nothing else."""
+"""Model types whose layers are exactly norm, attention, norm, gated feed-forward."""
 
 
 def can_be_lean(model: PreTrainedModel) -> bool:
-    """Whether `LeanStep` is written for this class of model, in float32 on a CPU, where nobody watches its layers.
+    """Whether `LeanStep` supports this class of model: in float32 on a CPU, without hooks on the layers it skips.
 
-    Whether it gives the model's logits is for the caller to try.
+    The caller has to test whether it gives the model's logits.
     """
     kinds = {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES}
     if type(model).__module__ not in kinds or not type(model).__name__.endswith("ForCausalLM"):
@@ -44,7 +45,7 @@ def can_be_lean(model: PreTrainedModel) -> bool:
 
 
 class LeanStep:
-    """Logits after one more token per row, of a model that `can_be_lean` and whose layers see all of the past.
+    """Logits after one more token per row, of a model that `can_be_lean` and has full attention in every layer.
 
     Shapes: B rows, H hidden, X heads of queries (h) and keys (g) together, D head width, G = B·g, n = h/g queries to
     a key, L columns of the cache.
@@ -58,14 +59,14 @@ class LeanStep:
         self.width: int = self.model.model.layers[0].self_attn.head_dim
         self.eps = torch.tensor([float(config.rms_norm_eps)])
         self.means = {size: torch.full((size, 1), 1 / size) for size in (config.hidden_size, self.width)}
-        """What takes the mean over a dimension of this size, as a matrix [size, 1]."""
+        """By size of a dimension: the matrix [size, 1] that computes the mean over it."""
 
     def __call__(self, ids_B1: Tensor, positions_B1: Tensor, mask_B11L: Tensor | None, cache: GrowingCache) -> Tensor:
         """Logits [B, 1, V]; `cache` is extended. mask: additive, over cached and new columns; None = all are seen."""
         decoder = self.model.model
         hidden_BH = decoder.embed_tokens(ids_B1)[:, 0]
         cos_B1D, sin_B1D = decoder.rotary_emb(hidden_BH, positions_B1)
-        sin_B1D[..., : self.width // 2].neg_()  # the half that is shifted to the front is subtracted
+        sin_B1D[..., : self.width // 2].neg_()  # rotate_half negates the half that moves to the front
         mask_GnL = None
         if mask_B11L is not None:
             mask_GnL = mask_B11L.expand(-1, self.groups, self.heads // self.groups, -1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""How a Hugging Face causal language model is called by the `transformers` engine, and what is asked of it."""
+"""How the `transformers` engine calls a Hugging Face causal language model, and what it requires of it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from mrl.modeling.precision import Casts, keep_logits_wide, same_weights
 Path = Literal["own steps", "own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:
 
-- own steps: as the next one, but for steps of one token per row, which `LeanStep` computes.
-- own masks: our in-place cache, ready 4D masks instead of their making in every layer kind and step, and
-  `mrl.modeling.attention`.
-- model's masks: our in-place cache, masks made by the model from which columns hold tokens.
-- model's cache: everything by the model, with the cache that transformers would use. Rows cannot be replaced then.
+- own steps: as "own masks", but `LeanStep` computes steps of one token per row.
+- own masks: `GrowingCache`, precomputed 4D masks (one per layer kind and step), and `mrl.modeling.attention`.
+- model's masks: `GrowingCache`; the model makes its masks from a 2D padding mask.
+- model's cache: all by the model, with the cache that transformers would use. Rows cannot be replaced.
 """
 
 StepKind = Literal["auto", "eager", "static"]
@@ -34,8 +33,8 @@ StepKind = Literal["auto", "eager", "static"]
 
 
 class CausalLM:
-    """A loaded model (possibly wrapped by PEFT, possibly the actor's own) with one way to run it: its own, until
-    `mrl.engines.transformers.trial.fitted` has found a faster one.
+    """A loaded model (possibly wrapped by PEFT, possibly the actor's own) and how to run it: "model's cache", until
+    `mrl.engines.transformers.trial.make_causal_lm` has found a faster path.
 
     Raises EngineError for a model the decode loop cannot serve: encoder-decoder, without a selectable cache, without
     explicit positions, PEFT prompt learning, or with fewer positions than `max_model_len`.
@@ -61,15 +60,15 @@ class CausalLM:
         self.limits_logits = "logits_to_keep" in accepted
         self.windows = layer_windows(self.config)
         self.lean = LeanStep(self.inner) if autocast_dtype is None and can_be_lean(self.inner) else None
-        """Steps of one token by mrl's own hand, if the model is one it is written for."""
+        """None where `LeanStep` does not support the model."""
         self.path: Path = "model's cache"
         self.decode_step, self._records = decode_step, self.device.type == "cuda"
         self.static = False
         """Whether decoding takes static steps."""
-        self.own = False
-        """Whether nobody else has the module. Its tensors then stay where they are, and so may what is recorded."""
+        self.exclusive = False
+        """Whether only this engine uses the module. Its tensors then keep their addresses, so recordings stay valid."""
         self.kept_step: Any = None
-        """The static step of the batch before, where the module is its own."""
+        """The previous batch's static step, if `exclusive`."""
         self._casts: Casts = {}
 
     @property
@@ -79,7 +78,7 @@ class CausalLM:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Evaluation mode without gradients, under autocast if asked for; leaves every training flag as it was.
+        """Evaluation mode without gradients, under `autocast_dtype`; restores every training flag.
 
         Gradient checkpointing acts only in training mode (where it would switch the cache off), so its settings need
         no change. `no_grad` and not `inference_mode`: a module shared with the actor may keep a buffer computed here
@@ -88,12 +87,12 @@ class CausalLM:
         training = [m for m in self.module.modules() if m.training]
         autocast: AbstractContextManager[Any] = nullcontext()
         if self.autocast_dtype:
-            # Its cache ends with it, and a recorded step would go on reading where it was.
-            autocast = torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=not self.own)
+            # Autocast's weight cache is freed on exit, and a recorded step would still read its memory.
+            autocast = torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=not self.exclusive)
         for m in training:
             m.training = False
         try:
-            with torch.no_grad(), autocast, same_weights(self._casts if self.own else None):
+            with torch.no_grad(), autocast, same_weights(self._casts if self.exclusive else None):
                 yield
         except torch.OutOfMemoryError as e:
             raise EngineError(f"out of memory; lower max_decode_rows, max_model_len or max_tokens ({e})") from e
@@ -120,11 +119,11 @@ class CausalLM:
         return DynamicCache(config=self.config)
 
     def new_recorder(self) -> Recorder | None:
-        """What static steps are recorded with; None = they are called directly."""
+        """The recorder for static steps; None = they are called directly."""
         return CudaGraphs(self.device) if self._records else None
 
     def refuse_recording(self, error: RuntimeError) -> None:
-        """No step of this model is recorded any more; with `auto`, the next batch takes eager ones."""
+        """Stop recording steps of this model; with `auto`, the next batch takes eager steps."""
         first = (str(error).strip().splitlines() or [""])[0][:200]
         instead = "eager steps follow" if self.decode_step == "auto" else "its static steps run unrecorded, and slower"
         warnings.warn(
@@ -139,9 +138,9 @@ class CausalLM:
     ) -> Tensor:
         """Logits of the last `keep` columns, [B, keep, V].
 
-        positions_BT: each token's place in its row. real_BL: True where a column holds a token, over cached and new
-        columns, in the order of their positions; `None` = everywhere. cache: extended by the new tokens; `None` =
-        nothing came before.
+        positions_BT: each token's position in its row. real_BL: True where a column holds a token and not padding, over
+        cached and new columns, in the order of their positions; `None` = everywhere. cache: extended by the new tokens;
+        `None` = no past.
         """
         masks: Any = real_BL
         if self.path in ("own steps", "own masks") and cache is not None:
@@ -152,8 +151,8 @@ class CausalLM:
         return self._logits(ids_BT, positions_BT, masks, cache, keep)
 
     def step(self, ids_B: Tensor, positions_B: Tensor, columns: int, cache: Cache) -> Tensor:
-        """Logits [B, V] after one token per row, of rows that begin at the cache's first column and have `columns` of
-        it to look at, whatever is in them. Nothing here depends on the values of `positions_B`."""
+        """Logits [B, V] after one token per row, for rows that start at the cache's first column. columns: the number
+        of cache columns attended to, before masking. Shapes and Python numbers do not depend on `positions_B`."""
         assert self.windows is not None
         behind_BL = positions_B[:, None] - torch.arange(columns, device=ids_B.device)
         masks = {window: self._additive(_within(behind_BL, window)[:, None, None, :]) for window in set(self.windows)}
@@ -173,7 +172,7 @@ class CausalLM:
         return logits_BKV if self.limits_logits else logits_BKV[:, -keep:]
 
     def _masks(self, positions_BT: Tensor, real_BL: Tensor | None, columns: int) -> Tensor | dict[str, Tensor] | None:
-        """The 4D mask, or one per kind of layer, as the model's layers take them."""
+        """The 4D mask, or one per layer kind, as the model's layers take it; None = no mask needed."""
         assert self.windows is not None
         kinds = set(self.windows)
         if real_BL is None:
@@ -183,9 +182,9 @@ class CausalLM:
         return _by_kind({window: self._mask(positions_BT, real_BL, window) for window in kinds})
 
     def _mask(self, positions_BT: Tensor, real_BL: Tensor, window: int | None) -> Tensor:
-        """[B, 1, T, L]: each token sees those up to its own position, at most `window` of them. By positions and not
-        by columns: between a shared prefix and the rest of a prompt there can be padding."""
-        if positions_BT.shape[1] == 1:  # the cache gives such a layer the window's columns only
+        """Causal mask [B, 1, T, L], limited to `window`. By positions and not by columns, because there can be padding
+        between a shared prefix and the rest of a prompt."""
+        if positions_BT.shape[1] == 1:  # the cache then returns only the window's columns
             seen_B1TL = (real_BL if window is None else real_BL[:, -window:])[:, None, None, :]
         else:
             behind_BTL = positions_BT[:, :, None] - (real_BL.cumsum(dim=1) - 1)[:, None, :]
@@ -195,7 +194,7 @@ class CausalLM:
     def _additive(self, seen_B1TL: Tensor) -> Tensor:
         if self.device.type != "cpu" or self.autocast_dtype:
             return seen_B1TL
-        # On CPU, torch's attention would make this of it in every layer.
+        # On CPU, torch's attention would convert a bool mask in every layer.
         return torch.zeros(seen_B1TL.shape, dtype=self.inner.dtype).masked_fill_(~seen_B1TL, -torch.inf)
 
     def _check(self, accepted: Container[str], text_config: PreTrainedConfig, max_model_len: int) -> None:
@@ -213,19 +212,19 @@ class CausalLM:
 
 
 def _within(behind: Tensor, window: int | None) -> Tensor:
-    """Whether columns so far behind a token are seen by it."""
+    """Whether a token attends to columns so far behind it."""
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
 def _by_kind(masks: dict[int | None, Tensor]) -> Tensor | dict[str, Tensor]:
-    """The masks by window, as models take them: one, or one per kind of layer."""
+    """The masks by window, as models take them: one, or one per layer kind."""
     if len(masks) == 1:
         return next(iter(masks.values()))
     return {"full_attention" if window is None else "sliding_attention": mask for window, mask in masks.items()}
 
 
 def _without_peft(module: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model itself; LoRA and the like live inside its layers, so nothing is lost by calling it."""
+    """The Hugging Face model itself. LoRA layers are inside it, so calling it directly includes the adapter."""
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         peft_model: Any = module
         if any(config.is_prompt_learning for config in peft_model.peft_config.values()):
@@ -237,7 +236,7 @@ def _without_peft(module: nn.Module) -> PreTrainedModel:
 
 
 def _cache_bytes_per_token(text_config: PreTrainedConfig, dtype: torch.dtype | None) -> int:
-    """Keys and values of all layers for one token, by the config's usual names (too many where some are missing)."""
+    """KV cache of one token in all layers, by the config's usual fields (an overestimate where some are missing)."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads

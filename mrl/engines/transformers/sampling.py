@@ -1,10 +1,10 @@
-"""Drawing tokens: per-row filters, counter-based random numbers and an inverse-CDF draw. Pure functions on tensors.
+"""Sampling: per-row filters, counter-based random numbers and an inverse-CDF draw. Pure functions on tensors.
 
-A row's draw depends on its own logits, parameters, seed and position only, so a request's tokens do not depend on the
-requests beside it (up to the last bits of the logits, which matrix kernels may round otherwise at another batch size).
+A row's draw depends only on its own logits, parameters, seed and position, so a request's tokens do not depend on the
+rest of the batch (up to the last bits of the logits, which may be rounded differently at another batch size).
 
-Filters follow vLLM's sampler in order and meaning: temperature, min-p, top-k, top-p. Top-k keeps every token as likely
-as the k-th; top-p looks at what is left, renormalised, and keeps each token whose more likely ones sum to less than p.
+Filters follow vLLM's sampler in order and meaning: temperature, min-p, top-k, top-p. Top-k keeps all tokens at least as
+likely as the k-th. Top-p renormalises the rest and keeps each token whose more likely ones sum to less than p.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 from mrl.types import SamplingParams
 
 _CHUNK = 128
 """Tokens per chunk of the two-level draw."""
 
 _MAX_DRAW_ELEMENTS = 1 << 25
-"""Rows are drawn in slices of at most this many logits: some five temporaries of that size live at once."""
+"""Rows are sampled in slices of at most this many logits: about five temporaries of that size exist at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RowParams:
     top_k_B: Tensor | None
     """int64; 0 = off for that row."""
     top_ks: frozenset[int]
-    """The different ones, known to the host."""
+    """The distinct values, on the host."""
     top_p_B: Tensor | None
     min_p_B: Tensor | None
 
@@ -46,11 +46,11 @@ class RowParams:
         """One row per element of `params` and of `seeds`."""
 
         def column(values: list[float] | list[int] | list[bool], off: float, dtype: torch.dtype) -> Tensor | None:
-            return onto(device, values, dtype) if any(v != off for v in values) else None
+            return to_device(device, values, dtype) if any(v != off for v in values) else None
 
         temperature_B = column([p.temperature or 1.0 for p in params], 1.0, torch.float32)
         return cls(
-            seed_B=onto(device, seeds, torch.int64),
+            seed_B=to_device(device, seeds, torch.int64),
             temperature_B1=None if temperature_B is None else temperature_B[:, None],
             greedy_B=column([p.temperature == 0 for p in params], False, torch.bool),
             top_k_B=column([p.top_k for p in params], 0, torch.int64),
@@ -79,10 +79,10 @@ class RowParams:
 def sample(logits_BV: Tensor, params: RowParams, position_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One token per row: ids (int64), logprobs (float32) and whether the row's logits were usable, each of shape [B].
 
-    position_B: how many tokens each row has sampled so far; with the seed it fixes the random number. A logprob is that
-    of the distribution drawn from, filters included and renormalised; a greedy row's is 0, since its distribution puts
-    probability 1 on the most likely token. Where the third result is False the logits held NaN or +inf (or only -inf)
-    and the row's token means nothing.
+    position_B: how many tokens each row has sampled so far; with the seed it fixes the random number. Logprobs are
+    under the distribution after filters, renormalised; a greedy row's is 0, since its distribution puts probability 1
+    on the most likely token. Where the third result is False the logits held NaN or +inf (or only -inf) and the row's
+    token is meaningless.
     """
     rows = max(1, _MAX_DRAW_ELEMENTS // logits_BV.shape[1])
     if logits_BV.shape[0] <= rows:
@@ -159,9 +159,10 @@ def draw(probs_BV: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pick(weights_BK: Tensor, target_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """The index at which the cumulated weights pass `target`, and what of the target is left inside it, both [B, 1].
+    """The index at which the cumulated weights pass `target`, and the remainder of the target inside it, both [B, 1].
 
-    Rounding can put the target at or past the end, or (parallel sums) on a weight of 0: the heaviest index then.
+    Rounding can put the target at or past the end, or (parallel sums) on a weight of 0; then the heaviest index is
+    taken.
     """
     cdf_BK = weights_BK.cumsum(dim=-1)
     index_B1 = torch.searchsorted(cdf_BK, target_B1, right=True).clamp(max=weights_BK.shape[1] - 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrl.engines.transformers.model import CausalLM
-from mrl.system.transfers import fetch, onto
+from mrl.system.transfers import to_device, to_host
 from mrl.types import TokenSequence
 
 MAX_LOGITS = 1 << 25
@@ -16,11 +16,11 @@ MAX_LOGITS = 1 << 25
 
 
 def score(lm: CausalLM, sequences: Sequence[TokenSequence], batch_tokens: int) -> list[list[float]]:
-    """Logprob of each completion token given what is before it, at each sequence's temperature."""
+    """Logprob of each completion token given all tokens before it, at each sequence's temperature."""
     results: list[list[float]] = [[] for _ in sequences]
     batches = list(_batches(sequences, batch_tokens))
     if batches:
-        found = fetch(*(_score_batch(lm, [sequences[i] for i in batch]) for batch in batches))
+        found = to_host(*(_score_batch(lm, [sequences[i] for i in batch]) for batch in batches))
         for batch, logprobs_BL in zip(batches, found, strict=True):
             for index, row in zip(batch, logprobs_BL.tolist(), strict=True):
                 s = sequences[index]
@@ -45,15 +45,15 @@ def _batches(sequences: Sequence[TokenSequence], batch_tokens: int) -> Iterator[
 
 
 def _score_batch(lm: CausalLM, sequences: list[TokenSequence]) -> Tensor:
-    """The logprob of each token, [B, L], 0 where it is not asked for.
+    """The logprob of each token, [B, L]; 0 before the first column that holds a completion token.
 
-    Right-padded, so causality alone keeps padding out. Where the logits would be too many, columns go through in pieces
-    that continue from a cache.
+    Rows are right-padded, so causality alone keeps padding out. Where the logits would be too large, the columns are
+    computed in chunks with a KV cache.
     """
     tokens = [(*s.prompt_ids, *s.completion_ids) for s in sequences]
     rows, columns = len(tokens), max(map(len, tokens)) - 1  # nothing follows the last token
-    padded_BL = onto(lm.device, [t + (0,) * (columns + 1 - len(t)) for t in tokens])
-    temperature_B11 = onto(lm.device, [s.temperature for s in sequences], torch.float32)[:, None, None]
+    padded_BL = to_device(lm.device, [t + (0,) * (columns + 1 - len(t)) for t in tokens])
+    temperature_B11 = to_device(lm.device, [s.temperature for s in sequences], torch.float32)[:, None, None]
     first = min(len(s.prompt_ids) for s in sequences) - 1  # the first column that predicts a completion token
     piece = max(1, MAX_LOGITS // (rows * lm.vocab_size))
     cache = lm.new_cache() if columns - first > piece else None

@@ -1,7 +1,7 @@
-"""A key/value cache of fixed size, for steps that are recorded once and replayed.
+"""A KV cache of fixed size, for steps that are recorded once and replayed.
 
-Each row begins at the first column and is as long as it is; its next token goes where a tensor says, so that neither
-shapes nor Python numbers change from step to step. What lies behind a row's end is finite, and for the mask to hide.
+Each row starts at the first column. The column of its next token is given by a tensor, so that neither shapes nor
+Python numbers change from step to step. Values after a row's end are finite and must be masked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StaticLayer(CacheLayerMixin):
         self._buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of one token per row at the cache's `positions_B`; returns all of the part in use."""
+        """Write the states of one token per row at the cache's `positions_R`; returns all of the part in use."""
         rows, room = key_states.shape[0], self._cache.room
         keys, values = (buffer[:rows, :, :room] for buffer in self._buffers)
         rows_B, positions_B = self._cache.rows_R[:rows], self._cache.positions_R[:rows]
@@ -33,7 +33,7 @@ class StaticLayer(CacheLayerMixin):
         return keys, values
 
     def put(self, slots_N: Tensor, source: GrowingLayer, index_N1: Tensor, columns_NT: Tensor) -> None:
-        """Overwrite the beginning of the rows at `slots_N` by those columns of rows of `source`."""
+        """Overwrite the first columns of the rows at `slots_N` with columns `columns_NT` of rows of `source`."""
         for buffer, states in zip(self._buffers, source.states(), strict=True):
             taken_NTHD = states.transpose(1, 2)[index_N1, columns_NT]
             buffer[slots_N, :, : columns_NT.shape[1]] = taken_NTHD.transpose(1, 2).to(buffer.dtype)
@@ -44,7 +44,7 @@ class StaticLayer(CacheLayerMixin):
             buffer[: len(kept_N)] = buffer[kept_N]
 
     def resize(self, rows: int, room: int, like: GrowingLayer) -> None:
-        """Other buffers with what the old ones held."""
+        """Allocate other buffers and copy the contents."""
         old = self._buffers
         self._buffers = [s.new_zeros((rows, s.shape[1], room, s.shape[3])) for s in like.states()]
         for new, before in zip(self._buffers, old, strict=False):  # there are none yet in a new layer
@@ -56,7 +56,7 @@ class StaticLayer(CacheLayerMixin):
             buffer.zero_()
 
     def get_seq_length(self) -> int:
-        """A constant: what a model made of it would be the same in every replayed step."""
+        """Constant, because a value that a model derives from it would be frozen in a recorded step."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -70,13 +70,13 @@ class StaticLayer(CacheLayerMixin):
 
 
 class StaticCache(Cache):
-    """`StaticLayer`s with the positions that all of them write at."""
+    """`StaticLayer`s, and the positions at which all of them write."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         self.rows = self.capacity = 0
-        """Of the buffers."""
+        """Size of the buffers."""
         self.room = 0
-        """Columns that a step looks at, at most `capacity`."""
+        """Columns that a step attends to, at most `capacity`."""
         self.device = device
         self.rows_R = torch.zeros(0, dtype=torch.int64, device=device)
         self.positions_R = torch.zeros(0, dtype=torch.int64, device=device)
@@ -88,7 +88,7 @@ class StaticCache(Cache):
         return rows <= self.rows and capacity <= self.capacity
 
     def resize(self, rows: int, capacity: int, like: GrowingCache) -> None:
-        """Larger buffers, elsewhere in memory, with what the old ones held. `like`: of the heads and sizes needed."""
+        """Allocate larger buffers and copy the contents. like: a cache with the same heads and head sizes."""
         self.rows, self.capacity = max(rows, self.rows), max(capacity, self.capacity)
         self.rows_R = torch.arange(self.rows, device=self.device)
         self.positions_R = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
@@ -96,12 +96,12 @@ class StaticCache(Cache):
             layer.resize(self.rows, self.capacity, source)
 
     def blank(self) -> None:
-        """Zeros everywhere."""
+        """Set all keys and values to 0."""
         for layer in self.static_layers:
             layer.blank()
 
     def put(self, slots_N: Tensor, source: GrowingCache, index_N: Tensor, lengths_N: Tensor, longest: int) -> None:
-        """Rows `slots_N` become rows `index_N` of `source`, of these lengths, which end at its last column."""
+        """Rows `slots_N` become rows `index_N` of `source`. lengths_N: of those rows, which end at its last column."""
         columns = source.get_seq_length()
         columns_T = torch.arange(longest, device=self.device)
         columns_NT = (columns_T + (columns - lengths_N)[:, None]).clamp(max=columns - 1)

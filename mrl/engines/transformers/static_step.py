@@ -1,11 +1,11 @@
-"""A decoding step that is the same sequence of kernels each time, recorded once per size and replayed.
+"""A decode step that is always the same sequence of kernels, recorded once per size and replayed.
 
-Rows and columns are rounded up to few sizes. The first steps of a size run as they are, which warms up what libraries
-set up lazily; then one is recorded, and what follows are replays. On CUDA the recorder makes CUDA graphs
-(mrl.engines.transformers.cuda_graphs). Without one the step is called directly: the same operations on the same memory.
+Rows and columns are rounded up to few sizes. The first steps of a size run directly, which warms up what libraries
+initialise lazily; then one is recorded, and later ones are replays. On CUDA the recorder makes CUDA graphs
+(mrl.engines.transformers.cuda_graphs). Without a recorder the step is always called directly.
 
-Sampling stays outside: its filters depend on the requests. A layer with a sliding window looks at all columns in use
-and masks what its window leaves out.
+Sampling is not recorded: its filters depend on the requests. A layer with a sliding window reads all columns in use and
+masks those outside its window.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mrl.engines.transformers.kv_cache import GrowingCache
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled
 from mrl.engines.transformers.static_cache import StaticCache
-from mrl.system.transfers import onto
+from mrl.system.transfers import to_device
 
 WARM_UP_STEPS = 3
-"""Steps of a size before it is recorded: a recording has to pay, and a size that is soon left needs none."""
+"""Steps of a size before it is recorded: a recording has a cost, which a size that is soon left does not earn."""
 
 MIN_COLUMNS = 64
-"""Fewest columns that are looked at; a multiple of 8, as attention kernels want their masks."""
+"""Fewest columns that a step attends to; a multiple of 8, as attention kernels want their masks."""
 
 
 class StaticStep:
     """A `DecodeStep` on a `StaticCache`.
 
-    Recordings hold addresses of weights, and under autocast of their copies. Of a module that others have too these may
-    be elsewhere at the next batch, so it lives as long as one. An engine that has loaded its own keeps it, and loads
-    other weights into the same memory.
+    Recordings hold addresses of weights, and under autocast of their casts. For a module that others use too these may
+    change, so the step lives for one batch. An engine with a module of its own keeps the step, and loads new weights
+    into the same memory.
     """
 
     def __init__(self, lm: CausalLM, max_model_len: int) -> None:
@@ -43,32 +43,32 @@ class StaticStep:
         self.recorder = lm.new_recorder()
         self.ids_R = torch.zeros(0, dtype=torch.int64, device=lm.device)
         self.logits_RV = torch.zeros(0, lm.vocab_size, device=lm.device)
-        """One memory for the results of all recordings: each would keep its own."""
+        """One output buffer for all recordings; otherwise each would keep its own."""
         self.begins = True
-        """Whether no row is in it that counts."""
+        """Whether the next `put` starts a batch."""
         self.columns = 0
-        """Tokens of the longest row that runs."""
+        """Tokens of the longest running row."""
         self.warm: dict[tuple[int, int], int] = {}
-        """Steps taken so far at a size that is not recorded yet."""
+        """Steps run so far at sizes that are not recorded yet."""
         self.recorded: dict[tuple[int, int], Callable[[], Tensor]] = {}
 
     def clear(self) -> None:
-        """Buffers stay, with the recordings that point to them. What they hold was hidden, but a batch under weights
-        that were not finite would show through every mask."""
+        """Keeps the buffers, since recordings point to them, but zeroes them: NaN from a batch under broken weights
+        would pass through every mask."""
         self.begins = True
         self.cache.blank()
 
-    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, reach: int) -> None:
+    def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, max_length: int) -> None:
         assert isinstance(part.cache, GrowingCache)
-        if not self.cache.fits(rows, reach):
-            if self.begins:  # as large as this batch needs, not as the longest and the widest before together
+        if not self.cache.fits(rows, max_length):
+            if self.begins:  # sized for this batch alone, not also for the most rows and columns of earlier ones
                 self.cache = StaticCache(len(self.cache.static_layers), self.lm.device)
             self.recorded, self.warm = {}, {}  # they write into the old buffers
-            self.cache.resize(rows, -(-reach // 8) * 8, like=part.cache)
+            self.cache.resize(rows, -(-max_length // 8) * 8, like=part.cache)
             self.logits_RV = part.logits_PV.new_zeros(self.cache.rows, part.logits_PV.shape[1])
             self.ids_R = torch.zeros(self.cache.rows, dtype=torch.int64, device=self.lm.device)
         self.begins = False
-        lengths_P = onto(self.lm.device, [len(prompt) for prompt in part.prompts])
+        lengths_P = to_device(self.lm.device, [len(prompt) for prompt in part.prompts])
         self.cache.put(slots_N, part.cache, index_N, lengths_P[index_N], max(map(len, part.prompts)))
 
     def measure(self, lengths: Collection[int]) -> None:
@@ -81,7 +81,7 @@ class StaticStep:
         rows = min(size_for(batch), self.cache.rows)
         room = min(max(size_for(self.columns), MIN_COLUMNS), self.cache.capacity)
         self.ids_R[:batch] = token_B
-        # Rows that ended run along: they may write what they want into their own last column.
+        # Finished rows keep running; they may overwrite their own last column.
         self.cache.positions_R[:batch] = (length_B - 1).clamp(max=min(self.max_model_len, room) - 1)
         self.cache.positions_R[batch:rows] = 0
         self.cache.room = room

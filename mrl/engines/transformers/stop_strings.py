@@ -1,4 +1,4 @@
-"""Finding stop strings in completions while they grow."""
+"""Finding stop strings in completions during decoding."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARGIN_TOKENS = 8
-"""Tokens decoded beyond the longest stop string: characters of several tokens, and the first token of a decoded tail,
-which some tokenizers strip or render differently."""
+"""Tokens to detokenize beyond the longest stop string: for characters of several tokens, and for the first token of a
+tail, which some tokenizers strip or render differently."""
 
 _MIN_TAIL_TOKENS = 32
 
 
 class StopStrings:
-    """Which rows of a batch contain one of their stop strings. Lives as long as its engine: it learns.
+    """Which rows of a batch contain one of their stop strings. Belongs to an engine, and caches what it learns.
 
-    A row ends at the first token after which a stop string occurs in the decoded text of its completion. The text is
-    decoded with special tokens, so that those can be named too. It is decoded only after a token that can complete one
-    of the row's strings; which tokens can is found out when they are first sampled and then looked up in a table. Only
-    a tail is decoded that is long enough to hold the whole string (every token spells at least one byte); a hit there
-    is confirmed on the whole completion.
+    A row ends at the first token after which a stop string occurs in the text of its completion, special tokens
+    included. The completion is detokenized only after a token that can complete one of the row's strings; whether a
+    token can is determined when it is first sampled, and kept in a table. Only a tail long enough for the whole string
+    is detokenized (every token spells at least one byte); a hit there is confirmed on the whole completion.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -36,12 +35,12 @@ class StopStrings:
         self._anchor_text = ""
 
     @property
-    def works(self) -> bool:
-        """Whether there is a tokenizer to tell text from tokens with."""
+    def has_tokenizer(self) -> bool:
+        """Whether stop strings are supported: they need a tokenizer."""
         return self._tokenizer is not None
 
-    def watch(self, stops_B: Sequence[tuple[str, ...]], vocab_size: int) -> None:
-        """The rows' stop strings from now on; none where there is no tokenizer (`works`)."""
+    def set_rows(self, stops_B: Sequence[tuple[str, ...]], vocab_size: int) -> None:
+        """Set the stop strings of each row of the batch; without a tokenizer there must be none."""
         self._stops_B = stops_B
         self.any = any(stops_B)
         if not self.any:
@@ -74,8 +73,8 @@ class StopStrings:
         return hit_B
 
     def _can_complete(self, token: int, stops: tuple[str, ...]) -> bool:
-        """Whether one of `stops` can end inside the token's text. True where that text says too little: bytes of
-        characters, or a string that ends in white space, which some tokenizers put between tokens."""
+        """Whether one of `stops` can end inside the token's text. True where that cannot be told: parts of characters,
+        or a stop string that ends in white space, which some tokenizers insert between tokens."""
         text = self._decode([*self._anchor, token])
         if not text.startswith(self._anchor_text):
             return True

@@ -1,4 +1,4 @@
-"""Which way of running a model is right for it: the fastest whose logits are those of plain forwards, by trying."""
+"""Finds the fastest way to run a model that gives the logits of plain forwards, by trying each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mrl.errors import EngineError
 from mrl.modeling.attention import REPLACED, install
 
 _LENGTHS = (6, 9, 4)
-"""Prompts of the trial: two beside each other, and one that takes the place of the first."""
+"""Prompt lengths of the trial: two rows of a batch, and one that replaces the first."""
 
 
-def fitted(
+def make_causal_lm(
     module: nn.Module, max_model_len: int, autocast_dtype: torch.dtype | None, decode_step: StepKind = "auto"
 ) -> CausalLM:
-    """The model, with the fastest way to run it whose logits are those of plain forwards.
+    """The model, set to the fastest path whose logits are those of plain forwards.
 
     Raises EngineError for a model the decode loop cannot serve (see `CausalLM`), and for one that cannot take static
     steps where `decode_step` asks for them.
@@ -34,9 +34,10 @@ def fitted(
 
 
 def fastest_path(lm: CausalLM) -> Path:
-    """Try the ways to run `lm`, the fastest first; "model's cache" is not tried, since it is the model's own.
+    """Try the paths, the fastest first. "model's cache" is not tried: it is the fallback.
 
-    A model whose plain logits are not finite proves nothing: it gets the fastest, and an error when it generates.
+    A model whose plain logits are not finite gets the fastest path, since nothing can be compared, and an error when it
+    generates.
     """
     windows = None if lm.windows is None else set(lm.windows)
     positions = getattr(lm.text_config, "max_position_embeddings", None)
@@ -56,7 +57,7 @@ def fastest_path(lm: CausalLM) -> Path:
         lm.path = path
         if path in ("own steps", "own masks"):
             install(lm.text_config)
-        if not finite or _agrees(lm, expected, _walk):
+        if not finite or _agrees(lm, expected, _eager_trial):
             return path
         lm.text_config._attn_implementation = before
     return "model's cache"
@@ -75,22 +76,22 @@ def _decodes_static(lm: CausalLM) -> bool:
 
 
 def takes_static_steps(lm: CausalLM) -> bool:
-    """Whether steps on a cache of fixed size, which change neither shapes nor Python numbers, give those logits too."""
+    """Whether steps on a cache of fixed size give the logits of plain forwards too."""
     path = lm.path
     if path not in ("own steps", "own masks"):
         return False
     expected = _plain_logits(lm)
     lm.path = path
-    return not all(bool(logits.isfinite().all()) for logits in expected) or _agrees(lm, expected, _static_walk)
+    return not all(bool(logits.isfinite().all()) for logits in expected) or _agrees(lm, expected, _static_trial)
 
 
 def _sequences(lm: CausalLM) -> list[list[int]]:
-    """Each prompt with two more tokens. No random numbers: loading a model must not move the caller's generator."""
+    """Each prompt with two more tokens. No random numbers: loading a model must not advance the caller's generator."""
     return [[(17 + 31 * row + 7919 * t) % lm.vocab_size for t in range(n + 2)] for row, n in enumerate(_LENGTHS)]
 
 
 def _plain_logits(lm: CausalLM) -> list[Tensor]:
-    """Logits after every token of each sequence, [T, V], without cache, mask or neighbours."""
+    """Logits after every token of each sequence, [T, V], without cache, mask or batching."""
     lm.path = "model's cache"
     with lm.inference():
         return [
@@ -99,25 +100,25 @@ def _plain_logits(lm: CausalLM) -> list[Tensor]:
         ]
 
 
-Walked = list[tuple[int, int, Tensor]]
-"""(sequence, its last token's place, logits [V] after it) along the way."""
+TrialLogits = list[tuple[int, int, Tensor]]
+"""(sequence, position of its last token, logits [V] after it) for each forward of a trial."""
 
 
-def _agrees(lm: CausalLM, expected: Sequence[Tensor], walk: Callable[[CausalLM], Walked]) -> bool:
+def _agrees(lm: CausalLM, expected: Sequence[Tensor], trial: Callable[[CausalLM], TrialLogits]) -> bool:
     """Whether ragged prompts, decoding and a replaced row give the logits of plain forwards."""
     exact = lm.inner.dtype == torch.float32 and lm.autocast_dtype is None
     scale = max(float(logits.abs().max()) for logits in expected)
     tolerance = (1e-3 if exact else 5e-2) * scale
     try:
         with lm.inference():
-            pairs = walk(lm)
+            pairs = trial(lm)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
-        return False  # it does not take such masks, or such a cache
+        return False  # the model does not support such masks, or such a cache
     return all(bool(((got - expected[row][at]).abs() <= tolerance).all()) for row, at, got in pairs)
 
 
-def _walk(lm: CausalLM) -> Walked:
-    """With the cache that grows."""
+def _eager_trial(lm: CausalLM) -> TrialLogits:
+    """On `GrowingCache`: prefill, decode, replace a row, decode."""
     ids = _sequences(lm)
     short, long, third = _LENGTHS
     cache, pairs = cast(GrowingCache, lm.new_cache()), []
@@ -150,11 +151,11 @@ def _walk(lm: CausalLM) -> Walked:
     return [*pairs, (2, third, logits[0]), (1, long + 1, logits[1])]
 
 
-def _static_walk(lm: CausalLM) -> Walked:
-    """With the cache of fixed size: each row at its own column."""
+def _static_trial(lm: CausalLM) -> TrialLogits:
+    """On `StaticCache`: the same, each row at its own column."""
     ids, (short, long, third) = _sequences(lm), _LENGTHS
     step = StaticStep(lm, max(_LENGTHS) + 2)
-    pairs: Walked = []
+    pairs: TrialLogits = []
 
     def put(row: int, slot: int) -> None:
         prompt = tuple(ids[row][: _LENGTHS[row]])
@@ -162,10 +163,10 @@ def _static_walk(lm: CausalLM) -> Walked:
         positions = torch.arange(len(prompt), device=lm.device)[None]
         logits_PV = lm.forward(torch.tensor([prompt], device=lm.device), positions, None, cache, keep=1)[:, 0]
         index = torch.zeros(1, dtype=torch.int64, device=lm.device)
-        step.put(Prefilled([prompt], cache, logits_PV), index, index + slot, 2, room=2, reach=long + 2)
+        step.put(Prefilled([prompt], cache, logits_PV), index, index + slot, 2, room=2, max_length=long + 2)
 
     def forward(rows: list[int], lengths: list[int]) -> None:
-        """lengths: of each row's sequence, with the token that is given to the step."""
+        """lengths: of each row's sequence, including the token given to the step."""
         tokens = [ids[row][length - 1] for row, length in zip(rows, lengths, strict=True)]
         step.measure([length - 1 for length in lengths])
         logits = step.forward(torch.tensor(tokens, device=lm.device), torch.tensor(lengths, device=lm.device)).clone()

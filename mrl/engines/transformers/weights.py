@@ -20,9 +20,9 @@ _NAMES_SHOWN = 8
 def load_directory(module: nn.Module, directory: str) -> None:
     """Copy the tensors under `directory` into `module`'s, in place and cast to their dtypes.
 
-    Names and shapes are those of Hugging Face files (mrl.weights.hub_names). Of tensors that share memory (a tied head
-    and its embedding) one is enough; several have to be equal. Raises SyncError that names the tensors when a file is
-    missing or damaged, or a name or shape does not match; `module` is then untouched.
+    Names and shapes are those of Hugging Face files (mrl.weights.hub_names). For tied tensors (a head and its
+    embedding) one is enough; several must be equal. Raises SyncError that names the tensors when a file is missing or
+    damaged, or a name or shape does not match; `module` is then untouched.
     """
     if hasattr(module, "peft_config"):
         raise SyncError(f"{directory} cannot be loaded into a model wrapped by PEFT: give the engine the plain model")
@@ -39,7 +39,7 @@ def load_directory(module: nn.Module, directory: str) -> None:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Which file holds each tensor, by the files' own headers, checked against the index where there is one."""
+    """Which file holds each tensor, read from the files' headers and checked against the index if there is one."""
     index = directory / "model.safetensors.index.json"
     try:
         if index.exists():
@@ -89,7 +89,7 @@ def _check_tensors(
 
 
 def _shared(module: nn.Module, own: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[list[str]]:
-    """Names in files, grouped by the memory in the module that they stand for. What is joined or split is not tied."""
+    """Names in files, grouped by the module's memory they load into. Fused or split tensors never count as tied."""
     groups: dict[tuple[int, tuple[int, ...]] | str, list[str]] = {}
     for name, tensor in own.items():
         key = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else name

@@ -1,1 +1,1 @@
-"""The engine that is vLLM: in a process of its own, or a server somewhere."""
+"""vLLM engines: in a process of its own, or a remote server."""

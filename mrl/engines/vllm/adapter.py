@@ -1,4 +1,4 @@
-"""An adapter that a server has been given while it runs."""
+"""A LoRA adapter loaded into a running server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mrl.types import WeightRef
 
 
 class ServedAdapter:
-    """An adapter on the server: its name there, its version, and a copy of its files, beside the published ones.
+    """An adapter on the server: its name there, its version, and its own copy of the published files.
 
-    A server that has several adapters reads their files again and again, for as long as requests with them are under
-    way; those that were published are gone by then.
+    A server with several adapters rereads their files while requests use them, and by then the published files may have
+    been deleted.
     """
 
     def __init__(self, ref: WeightRef) -> None:
@@ -32,7 +32,7 @@ class ServedAdapter:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """By a request, while this lasts."""
+        """A request uses the adapter inside; its files are kept that long."""
         self.users += 1
         try:
             yield
@@ -41,7 +41,7 @@ class ServedAdapter:
             self._remove_unused()
 
     def replaced(self) -> None:
-        """No new requests go to it."""
+        """Called when no new requests will use it."""
         self.served = False
         self._remove_unused()
 

@@ -1,4 +1,4 @@
-"""A vLLM process of an engine's own: started, called, and ended without leaving anything behind."""
+"""An engine's own vLLM process: start, call, and clean shutdown."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _LAST_WORDS_SECONDS = 1.0
 class VLLMProcess:
     """Runs `mrl.engines.vllm.process.host` and passes calls to it, from any thread.
 
-    settings: of vLLM's AsyncEngineArgs, plain data. version: of the weights it starts with. python: another
-    environment's interpreter; None = this one. env: environment variables to set. start_timeout: seconds until the
-    engine has to be up. stall_timeout: seconds without a sign of life after which it is dead.
+    settings: arguments of vLLM's AsyncEngineArgs, plain data. version: of the initial weights. python: another
+    environment's interpreter; None = this one. env: environment variables to set. start_timeout: seconds for the engine
+    to start. stall_timeout: seconds without progress after which it counts as hung.
 
-    Raises EngineError, with the end of the process's log, when it does not come up.
+    Raises EngineError, with the end of the process's log, when it does not start.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class VLLMProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that speaks to us; vLLM's own are in its group."""
+        """Of the host process; vLLM's own processes are in its process group."""
         assert self.process is not None
         return self.process.pid
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
-        """Call a method of the host. Raises EngineError for what it refuses, EngineDied when it is gone."""
+        """Call a method of the host. Raises EngineError when it refuses, EngineDied when the process is gone."""
         return asyncio.run_coroutine_threadsafe(self._call(method, args), self.loop)
 
     def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """The same, waiting at most `timeout` seconds. Raises TimeoutError."""
+        """`submit`, and wait at most `timeout` seconds for the result. Raises TimeoutError."""
         return self._run(self._call(method, args), timeout)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class VLLMProcess:
     async def _start(
         self, settings: dict[str, Any], version: int, python: str | None, env: dict[str, str]
     ) -> dict[str, Any]:
-        # The other environment has no mrl: it sees this one through a folder that holds nothing else.
+        # The other environment has no mrl: a folder with nothing but a link to this one goes on its path.
         (self.folder / "mrl").symlink_to(Path(__file__).resolve().parents[2], target_is_directory=True)
         inherited = [] if python is not None else [p for p in (os.environ.get("PYTHONPATH"),) if p]
         environment = {
@@ -116,7 +116,7 @@ class VLLMProcess:
             "VLLM_NO_USAGE_STATS": "1",
             **os.environ,
             **env,
-            "TMPDIR": str(self.folder),  # vLLM leaves its sockets where temporary files go
+            "TMPDIR": str(self.folder),  # vLLM leaves its sockets in the temporary folder
             "PYTHONPATH": os.pathsep.join([str(self.folder), *inherited]),
         }
         if python is not None:
@@ -187,12 +187,12 @@ class VLLMProcess:
             self._gone("the vLLM process died")
 
     async def _watch(self, stall_timeout: float) -> None:
-        with contextlib.suppress(EngineError):  # it is gone, which whoever waits for it has heard
+        with contextlib.suppress(EngineError):  # the process is gone; waiting calls have been told
             how = await until_it_hangs(lambda: self._call("pulse", ()), stall_timeout)
             self._gone(f"vLLM hangs: {how} (vllm_stall_timeout); it was killed")
 
     def _gone(self, what: str) -> None:
-        """End what is left of the processes; then tell those who wait, and all who come later."""
+        """End the remaining processes; fail pending calls, and all later ones, with EngineDied."""
         if self.ended is not None:
             return
         code = self._exit_code()
@@ -210,7 +210,7 @@ class VLLMProcess:
         for future in self.pending.values():
             if not future.done():
                 future.set_exception(EngineDied("the engine was closed"))
-        await asyncio.sleep(0)  # let those who wait for an answer hear of it
+        await asyncio.sleep(0)  # let pending calls receive the exception
         for task in asyncio.all_tasks():
             if task is not asyncio.current_task():
                 task.cancel()
@@ -229,10 +229,10 @@ class VLLMProcess:
         assert self.process is not None
         end_group(self.process.pid, self.shared)
         self.process.wait()
-        self.group_ended = True  # from here on another process may get its number
+        self.group_ended = True  # from now on another process may get its pid
 
     def _exit_code(self) -> int | None:
-        """Of a process that ends of itself now; None when it goes on."""
+        """The exit code if the process ends by itself within a second; None if it keeps running."""
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(_LAST_WORDS_SECONDS)
@@ -242,7 +242,7 @@ class VLLMProcess:
         return EngineError(self._explained(what, self._exit_code()))
 
     def _explained(self, what: str, exit_code: int | None) -> str:
-        """With the end of its log, and what to change where memory was lacking."""
+        """The message with the end of the log, and advice if memory was lacking."""
         change = advice(f"{what}\n{self._said()}", exit_code, self.settings)
         return f"{what}{'' if change is None else f' ({change})'}. Its log ends:\n{self._tail()}"
 
@@ -257,5 +257,5 @@ class VLLMProcess:
 
 
 def _short_folder() -> Path | None:
-    """Paths of local sockets may have 107 bytes; vLLM's have 37 after the folder's."""
+    """A folder with a short path: paths of Unix sockets may have 107 bytes, and vLLM adds 37 to the folder's."""
     return Path("/tmp") if len(tempfile.gettempdir()) > 50 else None

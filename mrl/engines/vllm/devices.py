@@ -1,4 +1,4 @@
-"""Which GPUs vLLM's engines get: those that the actor leaves, counted among the ones this process may see."""
+"""Which GPUs vLLM's engines get: those the actor does not use, numbered among those visible to this process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ CUDA, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 
 
 def actors_gpu(device: str, seen: int) -> int | None:
-    """Number of the GPU that a `device` of the configuration means; None for other devices. seen: GPUs there are."""
+    """The GPU number of the configured `device`; None for other devices. seen: number of visible GPUs."""
     kind, _, number = device.partition(":")
     return int(number or 0) if seen and kind in ("auto", "cuda") else None
 
 
 def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None) -> list[list[int]]:
-    """Numbers of each engine's GPUs, as torch counts them here; none where torch sees none and none were named.
+    """The GPU numbers of each engine, as torch counts them here; empty if torch sees none and none are configured.
 
-    seen: GPUs there are. actor: the one that trains, None = there is no such GPU. Where nothing was named the engines
-    get those it does not use, with `colocate` its own first; without, they share it only on a machine with a single
-    GPU. Raises ConfigError, which says what to change, where there are too few, or where they share without a
-    `gpu_memory_utilization` that leaves room.
+    seen: number of visible GPUs. actor: the actor's GPU, None = it has none. Without `vllm_devices` engines get the
+    GPUs that the actor does not use; with `colocate` the actor's first. Without `colocate` they share the actor's only
+    if it is the single GPU. Raises ConfigError, which says what to change, when there are too few, or when GPUs are
+    shared without a `gpu_memory_utilization` that leaves room.
     """
     size = serving.tensor_parallel_size
     if serving.vllm_devices:
@@ -47,18 +47,18 @@ def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None
 
 
 def notices(shares: list[list[int]], actor: int | None) -> list[str]:
-    """What a user should know of the GPUs of a run's engines."""
+    """Messages for the user about the engines' GPUs."""
     if not any(actor in share for share in shares):
         return []
     return [f"engine: vllm: GPU {actor} is used by the actor and by vLLM, which leaves each less memory and speed."]
 
 
 def environment(numbers: list[int], outer: Mapping[str, str]) -> dict[str, str]:
-    """What a process has to find in its environment to see the GPUs of these numbers. outer: the environment here.
+    """Environment variables that make exactly these GPUs visible to a process. outer: this process's environment.
 
-    Where it is set, AMD's HIP_VISIBLE_DEVICES goes before CUDA_VISIBLE_DEVICES, which NVIDIA's GPUs alone read; vLLM
-    does not start where the two differ, so both are set then. ROCR_VISIBLE_DEVICES stays what it is: the others count
-    the GPUs that it leaves. Raises EngineError.
+    On AMD, HIP_VISIBLE_DEVICES takes precedence over CUDA_VISIBLE_DEVICES if set; vLLM does not start when the two
+    differ, so both are set then. ROCR_VISIBLE_DEVICES is not changed: the others number the GPUs that it leaves. Raises
+    EngineError.
     """
     import torch
 
@@ -69,17 +69,17 @@ def environment(numbers: list[int], outer: Mapping[str, str]) -> dict[str, str]:
 
 
 def visible(numbers: list[int], outer: str | None, variable: str = CUDA) -> str:
-    """The `variable` for a process that is to see the GPUs of these numbers.
+    """The value of `variable` that makes these GPUs visible to a process.
 
-    outer: what it is here, of which the numbers count the entries: numbers of the machine's GPUs, or their UUIDs, as a
-    scheduler such as Slurm sets them. None = not set, so that the numbers are the machine's. Raises EngineError.
+    outer: its value here; `numbers` index its entries, which are GPU numbers of the machine, or UUIDs as a scheduler
+    such as Slurm sets them. None = not set: `numbers` are the machine's. Raises EngineError.
     """
     if outer is None:
         return ",".join(map(str, numbers))
     entries: list[str] = []
     for entry in map(str.strip, outer.split(",")):
         if not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))):
-            break  # CUDA, too, reads no further
+            break  # CUDA also stops reading here
         entries.append(entry)
     if missing := [number for number in numbers if number >= len(entries)]:
         raise EngineError(
@@ -101,7 +101,8 @@ def _too_few(engines: int, size: int, free: int, actor: int | None) -> str:
 
 
 def _check_sharing(serving: ServingConfig, shares: list[list[int]], actor: int | None) -> None:
-    """vLLM takes its fraction of the whole GPU, whoever else is on it."""
+    """Raise ConfigError for engines that share a GPU without room: vLLM takes its fraction of the whole GPU, whatever
+    else runs there."""
     fraction = serving.gpu_memory_utilization or serving.vllm_args.get("gpu_memory_utilization")
     for gpu in sorted({gpu for share in shares for gpu in share}):
         engines = sum(gpu in share for share in shares)

@@ -1,8 +1,8 @@
-"""Engine `vllm`: vLLM's `AsyncLLM` in a process of its own, and where asked in a Python environment of its own.
+"""Engine `vllm`: vLLM's `AsyncLLM` in a process of its own, optionally in another Python environment.
 
-Continuous batching, paged keys and values, a prefix cache that lets the generations of one prompt share its prefill,
-LoRA, several devices. Weights come through vLLM's weight-transfer interface (see `process/extension.py`), between
-two tokens of whatever is being generated.
+Continuous batching, paged KV cache, a prefix cache that lets the rollouts of one prompt share its prefill, LoRA, tensor
+parallelism. Weights come through vLLM's weight-transfer interface (see `process/extension.py`), between two tokens of
+running requests.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from mrl.config import ModelConfig
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM can be told to make room for."""
+"""Maximum ranks that vLLM accepts."""
 
 
 class VLLMEngine:
     """One policy in vLLM.
 
-    Make it with `create`. `generate`, `logprobs`, `pause`, `resume` and `abort` may run at the same time as
-    `load_weights`: requests in flight then stop, and go on under the new weights with a version per token.
+    Create it with `create`. `generate`, `logprobs`, `pause`, `resume` and `abort` may run concurrently with
+    `load_weights`: requests in flight then stop, and continue under the new weights with a version per token.
     """
 
     accepts = frozenset({"weights", "adapter", "model"})
-    """Kinds of WeightRef it loads; never a module, which lives in another process."""
+    """Kinds of WeightRef it loads; not a module, which is in another process."""
 
     def __init__(self, config: ModelConfig, model: str, version: int, start: dict[str, Any]) -> None:
-        """start: VLLMProcess's arguments besides the model; kept, to start again from a checkpoint."""
+        """start: VLLMProcess's arguments besides the model, kept for a restart from a checkpoint."""
         self._config, self._start = config, start
         self._settings: dict[str, Any] = start["settings"]
         self._sync_seconds: float = start["sync_timeout"]
@@ -76,8 +76,8 @@ class VLLMEngine:
     ) -> Self:
         """Start vLLM with the configured model, as version 0. Raises ModelError, EngineError.
 
-        The options are those of `mrl.config.ServingConfig`. seed: of what vLLM draws where requests bring none; two
-        engines with the same one would give the same completions.
+        The options are those of `mrl.config.ServingConfig`. seed: vLLM's, for requests without a seed of their own; two
+        engines with the same seed would give the same completions.
         """
         if module is not None:
             raise EngineError("vLLM runs in a process of its own and cannot share a module; sync weights by reload")
@@ -120,7 +120,7 @@ class VLLMEngine:
 
     @staticmethod
     def check(*, vllm_python: str | None = None, **_: Any) -> None:
-        """Raise ConfigError, before anything is started, where there is no vLLM to start."""
+        """Raise ConfigError, before anything is started, if vLLM is not installed."""
         python = vllm_python or sys.executable
         look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         try:
@@ -148,35 +148,35 @@ class VLLMEngine:
         return await all_of([self._one("score", *call) for call in calls])
 
     async def pause(self, *, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
-        """Schedule nothing any more: requests in flight are kept where they are, waited for, or aborted.
+        """Stop scheduling: requests in flight are frozen (keep), finished (wait), or aborted.
 
-        Returns once nothing runs. Requests that come meanwhile wait for `resume`.
+        Returns once nothing runs. New requests wait for `resume`.
         """
         await self._one("pause", mode)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self._one("resume")
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End these requests now: their completions come back as far as they are, with reason "abort"."""
+        """End these requests now: their partial completions are returned with reason "abort"."""
         await self._one("abort", list(request_ids))
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the device's memory: keys and values, and weights to the host (1) or altogether (2): then `version` is
-        None. What is in flight ends first. EngineError where vLLM cannot (it cannot on CPU)."""
+        """Free the device's memory: drop the KV cache, and move the weights to the host (level 1) or drop them (level
+        2; `version` is then None). Requests in flight finish first. Raises EngineError where vLLM cannot, as on CPU."""
         await self._one("sleep", level)
         if level == 2:
             self.version = self._held = None
 
     async def wake(self) -> None:
-        """Take the memory back. After level 2, generating is refused until weights were loaded. Loading weights wakes
-        the engine too, and better: the cache's memory is taken when the weights are in place."""
+        """Allocate the memory again. After level 2, generating is refused until weights are loaded. `load_weights`
+        wakes the engine too, with less memory: it allocates the KV cache only after loading."""
         await self._one("wake")
 
     async def health(self) -> dict[str, Any]:
-        """Version, requests in flight, whether it is paused, what is wrong, prompt tokens and how many came from the
-        cache, seconds vLLM took to load the last weights. Raises EngineDied."""
+        """Version, requests in flight, whether it is paused, what is wrong, prompt tokens and how many of them were
+        prefix-cache hits, seconds vLLM took to load the last weights. Raises EngineDied."""
         return dict(await self._one("health"))
 
     async def sampled_tokens(self) -> int:
@@ -186,8 +186,8 @@ class VLLMEngine:
     def load_weights(self, ref: WeightRef) -> int:
         """Make `ref` the active policy and return its version. Raises SyncError.
 
-        The tensors are checked against the checksum before the model is touched. Should loading then break off, the
-        engine refuses to generate until an update succeeds: half an update is never served.
+        The tensors are checked against the checksum before the model is changed. If loading then fails midway, the
+        engine refuses to generate until an update succeeds: a partial update is never served.
         """
         if ref.path is None:
             raise SyncError("engine vllm takes weights from a folder; it cannot use a module of another process")
@@ -199,8 +199,8 @@ class VLLMEngine:
         return ref.version
 
     def held(self) -> str | None:
-        """Checksum of the tensors that vLLM was given last, as its processes computed it; None where the weights came
-        from a model folder."""
+        """Checksum of the tensors last loaded, as vLLM's workers computed it; None if the weights came from a model
+        folder."""
         return self._held
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -213,17 +213,17 @@ class VLLMEngine:
 
     @property
     def capacity(self) -> int:
-        """Requests it can work on at the same time, come when they may."""
+        """Requests it can decode at the same time."""
         return int(self._settings["max_num_seqs"])
 
     @property
     def dtype(self) -> str:
-        """Of the weights it serves: float32 or bfloat16."""
+        """Dtype of the served weights: float32 or bfloat16."""
         return str(self._process.facts["dtype"])
 
     @property
     def pid(self) -> int:
-        """Of the process that holds vLLM; its own processes are in the same process group."""
+        """Of the host process; vLLM's own processes are in the same process group."""
         return self._process.pid
 
     # --- inner ------------------------------------------------------------------------------------------------------
@@ -293,7 +293,8 @@ class VLLMEngine:
 
 
 def _plain_model(config: ModelConfig, folder: Path) -> str:
-    """A folder or Hub id that vLLM can load: the model's, or for an adapter's folder the two merged into `folder`."""
+    """A folder or Hub id that vLLM can load: the model's, or for an adapter's folder base and adapter merged into
+    `folder`."""
     from mrl.models import load_model, load_tokenizer, resolve_model
 
     source = resolve_model(config.model)

@@ -1,4 +1,4 @@
-"""What to change when vLLM has not enough memory: its own words, turned into settings and values."""
+"""Advice when vLLM runs out of memory: its log messages, turned into options and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GIB = 2**30
 
 
 def advice(said: str, exit_code: int | None, settings: dict[str, Any]) -> str | None:
-    """One sentence naming the options to change and the values to try; None when memory was not what was lacking.
+    """One sentence naming the options to change and the values to try; None if memory was not the problem.
 
     said: what vLLM logged and raised. exit_code: of its process, negative for a signal, None while it runs.
     settings: vLLM's engine arguments.
@@ -35,7 +35,7 @@ def _cache_for_one(found: re.Match[str], settings: dict[str, Any]) -> str:
         more = float(needed) - float(there)
         ways.append(f"raise {_utilization(settings)} so that it may take {more:.2f} GiB more")
         ways.append(_more_devices(settings))
-    else:  # vLLM's figures have two decimals, which is nothing for a small model
+    else:  # vLLM prints two decimals, which is too coarse for a small model
         enough = max(float(needed), bytes_ / _GIB * int(length) / longest if longest else 0.0)
         ways.append(f"raise vllm_kv_cache_gb from {_short(bytes_ / _GIB)} to {_rounded(enough * 1.1, math.ceil)}")
     return f"keys and values of one sequence of {length} tokens do not fit: {_either(ways)}"
@@ -127,6 +127,6 @@ def _short(value: float) -> str:
 
 
 def _rounded(value: float, direction: Callable[[float], int]) -> str:
-    """Two digits, up or down."""
+    """Rounded up or down to two significant digits."""
     digits = 1 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{direction(round(value * 10**digits, 6)) / 10**digits:.12g}"

@@ -1,11 +1,11 @@
-"""Engine `vllm-remote`: a `vllm serve` that runs already, by its URL. Token ids in and out of `/v1/completions`.
+"""Engine `vllm-remote`: a running `vllm serve`, by its URL. Token ids in and out of `/v1/completions`.
 
-What the server has to be started with is checked when the engine is made, and said where it is missing:
+The server has to be started with these options, which is checked when the engine is created:
 
 - always `--logprobs-mode processed_logprobs`, so that logprobs are those of the distribution drawn from;
 - to train an adapter: `--enable-lora`, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment;
 - to train all weights: VLLM_SERVER_DEV_MODE=1, mrl's worker extension (see `process/extension.py`), and
-  `--enable-scale-out`, whose answers tell which weights each token is from.
+  `--enable-scale-out`, whose responses contain each token's weight version.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 _CAPACITY = 256
 _PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Said in each request, because a server takes a model's own generation settings for what is left out."""
+"""Set in each request, because a server takes missing options from the model's generation config."""
 _TOKEN_ROUTE = "/inference/v1/generate"
 _Tokens = tuple[list[int], list[float], FinishReason, int | list[int]]
-"""Ids, logprobs, why they ended, and the version of all or of each."""
+"""Ids, logprobs, finish reason, and policy version (one, or one per token)."""
 
 
 class RemoteVLLMEngine:
-    """One policy on a server of yours. Make it with `create`."""
+    """One policy on a server that the user runs. Create it with `create`."""
 
     accepts = frozenset({"weights", "adapter"})
-    """Kinds of WeightRef it loads. The server has to see the folder under the same path."""
+    """Kinds of WeightRef it loads. The server needs access to the folder under the same path."""
     capacity = _CAPACITY
     _repeatable = True
     dtype: str | None = None
-    """Of the server's weights; not known, so weights are sent as the actor has them."""
+    """Dtype of the server's weights; not known, so weights are sent in the actor's."""
 
     def __init__(self, config: ModelConfig, url: str, key: str | None, name: str | None, seconds: float) -> None:
         self._url, self._seconds = url.rstrip("/"), seconds
@@ -69,7 +69,7 @@ class RemoteVLLMEngine:
         self._extended = self._set_up()
         self._tells_versions = self._extended and self._has_token_route()
         self._versions: dict[str, int] = {}
-        """By what the server calls its weights: the run's version. Another run's numbers may be the same."""
+        """Policy version by the name the server has for it; a bare number could be another run's."""
         if self._tells_versions:
             self._versions[self._call("GET", "/weight_info")["weight_version"]] = 0
 
@@ -86,7 +86,7 @@ class RemoteVLLMEngine:
         lora_sync: str = "adapter",
         repeatable_sampling: bool | None = None,
     ) -> Self:
-        """Connect to the server, whose weights are version 0. Raises EngineError, ModelError.
+        """Connect to the server; its current weights are version 0. Raises EngineError, ModelError.
 
         The options are those of `mrl.config.ServingConfig`; `url` is one of its `vllm_urls`.
         """
@@ -121,20 +121,20 @@ class RemoteVLLMEngine:
         return await all_of([self._score(sequence) for sequence in sequences])
 
     async def pause(self, *, mode: str = "keep") -> None:
-        """Schedule nothing any more; needs VLLM_SERVER_DEV_MODE=1 on the server."""
+        """Stop scheduling; needs VLLM_SERVER_DEV_MODE=1 on the server."""
         await self._post(f"/pause?mode={mode}&clear_cache=false", {})
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self._post("/resume", {})
 
     async def health(self) -> dict[str, Any]:
-        """Raises EngineDied when the server does not answer."""
+        """The server's URL and served model. Raises EngineDied when it does not answer."""
         await asyncio.to_thread(self._call, "GET", "/health")
         return {"url": self._url, "model": self._adapter.name if self._adapter else self._name}
 
     def load_weights(self, ref: WeightRef) -> int:
-        """Make `ref` the active policy and return its version. Raises SyncError saying what the server lacks."""
+        """Make `ref` the active policy and return its version. Raises SyncError, which says what the server lacks."""
         if ref.path is None:
             raise SyncError("a server takes weights from a folder that it sees; it cannot use a module")
         try:
@@ -150,8 +150,8 @@ class RemoteVLLMEngine:
         return self.version
 
     def held(self) -> str | None:
-        """Checksum of what the server was given last: of all tensors as its processes computed it, or of the adapter's
-        files under the name that it lists."""
+        """Checksum of the weights last loaded: of all tensors as the server's workers computed it, or of the adapter's
+        files that the server lists."""
         return self._held
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ class RemoteVLLMEngine:
         raise EngineError("a server's tensors cannot be shown")
 
     def close(self) -> None:
-        """Forget the server, which goes on with what it was given last. Calling it twice is allowed."""
+        """Disconnect; the server keeps running with its last weights. Calling it twice is allowed."""
         self._clients.clear()
 
     # --- tokens -----------------------------------------------------------------------------------------------------
@@ -188,14 +188,14 @@ class RemoteVLLMEngine:
         return Completion(request.id, token_ids, logprobs, reason, version)
 
     async def _tokens(self, prompt_ids: list[int], sampling: dict[str, Any]) -> _Tokens:
-        """All from the same weights: an adapter's, which a request keeps to its end, or those that nothing changes."""
+        """All tokens from one version: a request keeps its adapter to the end, and the base weights never change."""
         answer, version = await self._complete({**sampling, "prompt": prompt_ids, "return_token_ids": True})
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
         return choice["token_ids"], logprobs, choice["finish_reason"], version
 
     async def _tokens_and_versions(self, prompt_ids: list[int], sampling: dict[str, Any]) -> _Tokens:
-        """From weights that may change between two tokens: the answer says where."""
+        """Tokens whose version may change midway; the response says where."""
         sampling = {**_PLAIN, **sampling, "detokenize": "stop" in sampling}
         body = {"model": self._name, "token_ids": prompt_ids, "sampling_params": sampling}
         choice = (await self._post(_TOKEN_ROUTE, body))["choices"][0]
@@ -235,7 +235,7 @@ class RemoteVLLMEngine:
         return [*known, choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]]
 
     async def _complete(self, body: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The answer, and the version that gave all of it."""
+        """The response, and the version that sampled all of it."""
         while True:
             adapter = self._adapter
             if adapter is None:
@@ -248,12 +248,12 @@ class RemoteVLLMEngine:
             except _NotFound:
                 if adapter is self._adapter:
                     raise
-                # A newer adapter took its place before the request arrived.
+                # A newer adapter replaced it before the request arrived.
 
     # --- set-up and weights -----------------------------------------------------------------------------------------
 
     def _check_logprobs(self) -> None:
-        """Of the only token that top-k leaves, the processed logprob is 0."""
+        """Raise EngineError unless logprobs are processed: with top_k=1 the only token left must have logprob 0."""
         body = {"model": self._name, "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
         choice = self._call("POST", "/v1/completions", {**_PLAIN, **body})["choices"][0]
         if choice["logprobs"]["token_logprobs"][0] < -1e-3:
@@ -271,7 +271,7 @@ class RemoteVLLMEngine:
         return True
 
     def _has_token_route(self) -> bool:
-        """Whether the server has the route whose answers tell versions; one without it forbids what is sent there."""
+        """Whether the server has the route whose responses contain weight versions."""
         try:
             self._call("POST", _TOKEN_ROUTE, {"token_ids": [0], "sampling_params": {"max_tokens": 1}})
         except EngineDied:
@@ -281,7 +281,7 @@ class RemoteVLLMEngine:
         return True
 
     def _load_adapter(self, ref: WeightRef) -> str:
-        """Under a name of its own each time: what the server cached for another name is never used for it."""
+        """Load the adapter under a new unique name, so that nothing cached for another one is used."""
         assert ref.path is not None
         with open_folder(ref.path) as tensors:
             found = checksum(tensors)
@@ -324,7 +324,7 @@ class RemoteVLLMEngine:
                 "start it with --enable-scale-out too (docs/vllm.md)"
             )
         name = f"{uuid.uuid4().hex}:{ref.version}"
-        self._versions[name] = ref.version  # known before the first of its tokens comes
+        self._versions[name] = ref.version  # before its first token can arrive
         self._call("POST", "/pause?mode=keep", {})
         whole = False
         try:
@@ -335,7 +335,7 @@ class RemoteVLLMEngine:
         finally:
             workers = self._call("POST", "/collective_rpc", {"method": "mrl_held"})["results"]
             whole = all(worker["whole"] for worker in workers)
-            if whole:  # otherwise it stays paused: half an update is never served
+            if whole:  # otherwise it stays paused: a partial update is never served
                 self._call("POST", "/resume", {})
         held = {worker["checksum"] for worker in workers}
         if len(held) > 1:
@@ -346,7 +346,7 @@ class RemoteVLLMEngine:
     # --- http -------------------------------------------------------------------------------------------------------
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """From any thread, waiting for the answer."""
+        """Blocking request, from any thread."""
         try:
             with httpx.Client(headers=self._headers, timeout=self._seconds) as client:
                 return _answer(client.request(method, self._url + path, json=body))
@@ -354,7 +354,7 @@ class RemoteVLLMEngine:
             raise self._died(error) from error
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """From the running loop. No time limit of its own: the call to the worker has one."""
+        """Request on the running event loop. No timeout of its own: the call to the worker has one."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             timeout = httpx.Timeout(None, connect=30.0)
@@ -373,7 +373,7 @@ class _NotFound(EngineError):
 
 
 def _answer(response: httpx.Response) -> dict[str, Any]:
-    """The JSON of a good answer. Raises EngineError with what the server says of a bad one."""
+    """The JSON of a successful response. Raises EngineError with the server's message otherwise."""
     if response.status_code == httpx.codes.NOT_FOUND:
         raise _NotFound(f"{response.url} is not there: {response.text[:500]}")
     if response.is_error:

@@ -1,8 +1,8 @@
 """How an actor and vLLM divide one GPU's memory when they take turns on it (`colocate`).
 
-While vLLM generates, the actor's process keeps its CUDA context and workspaces; while the actor trains, vLLM's process
-keeps its own. Weights, gradients, optimizer state, keys and values belong to one side at a time, so each may have
-almost all of the GPU. What does not fit is refused before anything is loaded.
+The idle side keeps only its CUDA context and workspaces on the GPU. Weights, gradients, optimizer state and KV cache
+are there for one side at a time, so each may use almost the whole GPU. What does not fit is refused before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from mrl.errors import ConfigError
 
 GIB = 2**30
 ACTOR_KEEPS = 1.5 * GIB
-"""What the actor's process has on a GPU while vLLM generates there: CUDA context, cuBLAS workspaces. Estimated."""
+"""GPU memory of the actor's process while vLLM generates: CUDA context, cuBLAS workspaces. Estimated."""
 VLLM_KEEPS = 2.5 * GIB
-"""What vLLM's process has there while it sleeps: the same, and CUDA graphs, NCCL buffers. Estimated."""
+"""GPU memory of a sleeping vLLM: the same, plus CUDA graphs and NCCL buffers. Estimated."""
 MOST = 0.92
-"""vLLM's own default of `gpu_memory_utilization`, which leaves room for what it cannot foresee."""
+"""vLLM's default of `gpu_memory_utilization`, which leaves some room for unplanned allocations."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What of a model decides how much memory it takes."""
+    """The numbers that determine a model's memory."""
 
     parameters: int
     trained: int
     """Parameters with a gradient: all of them, or the adapter's."""
     cached_numbers: int
-    """Keys and values of one token, in numbers; 0 = not known."""
+    """KV cache entries of one token; 0 = not known."""
     linear: int = 0
-    """Parameters of linear layers that are not tied to an embedding: below an adapter these are held in bfloat16."""
+    """Parameters of linear layers not tied to an embedding: below an adapter these are stored in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What each side gets while it is its turn, in bytes."""
+    """What each side gets in its turn, in bytes."""
 
     gpu: int
     utilization: float
@@ -46,7 +46,7 @@ class Shares:
     weights: float
     """vLLM's copy of the weights, on each GPU."""
     training: float
-    """What surely is in memory at the end of a backward pass, activations not counted."""
+    """Memory needed at the end of a backward pass, without activations."""
 
     @property
     def activations(self) -> float:
@@ -54,7 +54,7 @@ class Shares:
         return self.gpu - VLLM_KEEPS - self.training
 
     def sentence(self, number: int) -> str:
-        """For the user."""
+        """A message for the user. number: of the GPU."""
         return (
             f"colocate: GPU {number} ({_gib(self.gpu)}) belongs to vLLM while it generates (gpu_memory_utilization "
             f"{self.utilization:g}: {_gib(self.gpu * self.utilization)}, {_gib(self.weights)} of it weights), and to "
@@ -64,7 +64,7 @@ class Shares:
 
 
 def utilization(gpu: int) -> float:
-    """The largest `gpu_memory_utilization` on a GPU of so many bytes that the actor's process is on too."""
+    """The largest `gpu_memory_utilization` on a GPU of `gpu` bytes that the actor's process uses too."""
     return min(MOST, math.floor((gpu - ACTOR_KEEPS) / gpu * 100) / 100)
 
 
@@ -73,7 +73,7 @@ def divide(
 ) -> Shares:
     """The shares of a GPU of `gpu` bytes. bytes_per_number: of the weights and the cache that vLLM holds.
 
-    Raises ConfigError, naming what to change, where a side has too little for what it has to hold in any case.
+    Raises ConfigError, which says what to change, when a side has too little for its minimum.
     """
     serving, devices = config.serving, config.serving.tensor_parallel_size
     most, asked = utilization(gpu), explicit_utilization(config)
@@ -116,7 +116,7 @@ def divide(
 
 
 def training_bytes(size: ModelSize, config: OrchestratorConfig) -> float:
-    """Weights, gradients, AdamW's state, the reference: float32, but for the linear layers below an adapter."""
+    """Weights, gradients, AdamW's state and the reference model: float32, except linear layers below an adapter."""
     moments = 0 if config.training.offload_optimizer else 8
     if config.model.use_lora:
         narrow = 2 * size.linear if config.model.dtype != "float32" else 0
@@ -127,13 +127,13 @@ def training_bytes(size: ModelSize, config: OrchestratorConfig) -> float:
 
 
 def explicit_utilization(config: OrchestratorConfig) -> float | None:
-    """What the user said, in either place where it can be said."""
+    """The user's `gpu_memory_utilization`, from the option or from `vllm_args`; None = not set."""
     said = config.serving.gpu_memory_utilization or config.serving.vllm_args.get("gpu_memory_utilization")
     return None if said is None else float(said)
 
 
 def model_size(config: OrchestratorConfig) -> ModelSize:
-    """Counted on a model without memory. Raises ModelError."""
+    """Counted on a model without weights in memory. Raises ModelError."""
     from torch import nn
 
     from mrl.models import load_config, without_weights
@@ -157,7 +157,7 @@ def model_size(config: OrchestratorConfig) -> ModelSize:
 
 
 def _cached_numbers(model: Any) -> int:
-    """Of one token; 0 for models that do not say it in the usual words."""
+    """KV cache entries of one token; 0 for configs without the usual fields."""
     all_heads = int(getattr(model, "num_attention_heads", None) or 0)
     heads = int(getattr(model, "num_key_value_heads", None) or all_heads)
     width = int(getattr(model, "head_dim", None) or getattr(model, "hidden_size", 0) // max(1, all_heads))

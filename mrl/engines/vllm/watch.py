@@ -1,4 +1,4 @@
-"""Finding out that a vLLM process hangs: it does not answer, or gives no token to what it works on."""
+"""Detecting a hung vLLM process: it does not answer, or its running requests get no tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 _INTERVAL_SECONDS = 5.0
 _LOOKS = 4
-"""At least so many within the time that counts as a hang."""
+"""Minimum number of checks within the time that counts as a hang."""
 
 
 async def until_it_hangs(ask: Callable[[], Awaitable[dict[str, Any]]], seconds: float) -> str:
-    """Returns, in words, once the process has not moved for `seconds`; what `ask` raises ends the watch.
+    """Returns a description once the process has made no progress for `seconds`; errors of `ask` are raised.
 
     ask: the host's `pulse`: `working`, the requests that should be getting tokens (0 while it is paused or loads
-    weights), and `moves`, which grows with every token. Time in which this process itself stood still does not count.
+    weights), and `moves`, which grows with every token. Time during which this process itself was stopped does not
+    count.
     """
     interval = min(_INTERVAL_SECONDS, seconds / _LOOKS)
     still, moves, question = 0.0, -1, asyncio.ensure_future(ask())

@@ -16,7 +16,7 @@ from mrl.engines.transformers.engine import TransformersEngine
 from mrl.engines.transformers.kv_cache import GrowingCache, GrowingLayer
 from mrl.engines.transformers.lean_step import LeanStep
 from mrl.engines.transformers.model import CausalLM
-from mrl.engines.transformers.trial import fitted
+from mrl.engines.transformers.trial import make_causal_lm
 from mrl.types import GenerateRequest, SamplingParams
 from mrl.weights.hub_names import check_round_trip, from_hub, to_hub
 from tests.soak import slow_but
@@ -154,7 +154,7 @@ def check(model: PreTrainedModel) -> None:
 def test_greedy_equals_generate_and_goes_the_expected_way(name):
     model = build(name)
     check(model)
-    assert fitted(model, 128, None).path == ARCHITECTURES[name][0]
+    assert make_causal_lm(model, 128, None).path == ARCHITECTURES[name][0]
     check_round_trip(model)
     own = model.state_dict()
     public = to_hub(model, own)
@@ -180,7 +180,7 @@ def test_a_way_whose_logits_differ_is_not_taken(broken, monkeypatch):
     else:
         monkeypatch.setattr(GrowingLayer, "update", lambda self, k, v, *args: update(self, k, k, *args))
     model = build("llama")
-    path = fitted(model, 128, None).path
+    path = make_causal_lm(model, 128, None).path
     assert path == {"step": OWN, "mask": MODELS, "attention": MODELS}.get(broken, CACHE)
     check(model)
 
@@ -206,15 +206,15 @@ def test_own_steps_have_the_models_numbers_with_an_adapter_too(family):
             expected = logits.log_softmax(dim=-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, atol=2e-5, rtol=0)
         engine.close()
-    assert fitted(adapted, 128, None).path == STEPS
+    assert make_causal_lm(adapted, 128, None).path == STEPS
 
 
 def test_layers_that_somebody_watches_and_other_numbers_take_the_models_own_steps():
     watched, half = build("llama"), build("llama").bfloat16()
     watched.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
-    assert fitted(watched, 128, None).path == OWN
-    assert fitted(half, 128, None).path == OWN
-    assert fitted(build("llama"), 128, torch.bfloat16).path == OWN
+    assert make_causal_lm(watched, 128, None).path == OWN
+    assert make_causal_lm(half, 128, None).path == OWN
+    assert make_causal_lm(build("llama"), 128, torch.bfloat16).path == OWN
 
 
 def test_choosing_moves_no_random_numbers_and_costs_a_few_short_forwards():
@@ -222,7 +222,7 @@ def test_choosing_moves_no_random_numbers_and_costs_a_few_short_forwards():
     state = torch.get_rng_state()
     seen: list[int] = []
     model.register_forward_hook(lambda _module, _inputs, output: seen.append(output.logits.shape[1]))
-    fitted(model, 128, None)
+    make_causal_lm(model, 128, None)
     assert torch.equal(torch.get_rng_state(), state)
     assert len(seen) <= 10
 

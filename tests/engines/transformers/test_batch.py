@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from mrl.engines.transformers import decode as transformers_decode
 from mrl.engines.transformers.decode_queue import Limits
 from mrl.engines.transformers.engine import TransformersEngine
-from mrl.engines.transformers.trial import fitted
+from mrl.engines.transformers.trial import make_causal_lm
 from mrl.types import Completion, GenerateRequest, SamplingParams
 from tests.engines.small_models import (
     InputShapes,
@@ -94,7 +94,7 @@ def test_waiting_requests_take_the_places_of_those_that_ended(model):
     assert_same(got, expected)
     steps = [rows for rows, columns in shapes if columns == 1]
     assert max(steps) == 4
-    if fitted(model, 128, None).replaces_rows:
+    if make_causal_lm(model, 128, None).replaces_rows:
         assert len(steps) < 1.6 * sum(lengths) / 4
         assert sum(rows for rows, columns in shapes if columns > 1) == len(prompts)
 

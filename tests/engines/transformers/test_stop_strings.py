@@ -60,7 +60,7 @@ def test_tokens_that_cannot_complete_a_string_are_told_apart(name):
         finder = StopStrings(tokenizer)
         for _ in range(30):
             ids = torch.randint(0, len(tokenizer), (1, 12), generator=generator)
-            finder.watch([stop], len(tokenizer))
+            finder.set_rows([stop], len(tokenizer))
             running, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
             ends = [n for n in range(12) if finder.found(ids, one * n, ids[:, n], running)]
             assert (ends[0] + 1 if ends else None) == first_end(tokenizer, ids[0].tolist(), stop)

@@ -1,4 +1,4 @@
-"""Ending a process group so that nothing is left, in /dev/shm neither."""
+"""Ending a process group without leaving processes, or files in /dev/shm."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TRACKER_SECONDS = 3.0
 
 
 def end_group(group: int, shared: Iterable[Path] = ()) -> None:
-    """Kill every process of the group but this one, and remove the shared memory that they have, or had (`shared`).
+    """Kill every process of the group but this one, and remove their shared memory, also that they once had (`shared`).
 
-    Python's resource trackers last: they end by themselves when those they watch are gone, and remove the semaphores
-    that those had no time to. Stopped ones are woken for it.
+    Python's resource trackers come last: they exit once the processes they track are gone, after removing leftover
+    semaphores. Stopped trackers are continued for that.
     """
     left = {*shared, *shared_memory(group)}
     for pid in _members(group):
@@ -34,14 +34,14 @@ def end_group(group: int, shared: Iterable[Path] = ()) -> None:
 
 
 def _wait_for(group: int) -> None:
-    """Until no process of the group is left, or long enough."""
+    """Wait until no process of the group is left, for a few seconds at most."""
     end = time.monotonic() + _TRACKER_SECONDS
     while time.monotonic() < end and _members(group):
         time.sleep(0.01)
 
 
 def shared_memory(group: int) -> set[Path]:
-    """Files that the group's processes alone have mapped in /dev/shm, those in folders there not counted."""
+    """Files in /dev/shm (not in its folders) that only the group's processes have mapped."""
     members = _members(group)
     own = _mapped(members)
     if not own:
@@ -53,7 +53,7 @@ def shared_memory(group: int) -> set[Path]:
 
 
 def _mapped(pids: Iterable[int]) -> set[int]:
-    """Inodes: a semaphore is mapped under another name than the one it gets."""
+    """Inodes in /dev/shm that these processes have mapped. Not names: a semaphore is renamed after it is mapped."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
-"""What mrl adds to vLLM's workers: weights from a folder, through vLLM's weight-transfer interface, and scoring.
+"""mrl's extension of vLLM's workers: loading weights from a folder (vLLM's weight-transfer interface), and scoring.
 
-vLLM imports this module in each of its worker processes, because the engine names `WorkerExtension` as the workers'
-`worker_extension_cls`; importing it registers the transfer engine under the name `mrl`. A `vllm serve` started with
+vLLM imports this module in each of its worker processes, because the engine sets `WorkerExtension` as
+`worker_extension_cls`; the import registers the transfer engine `mrl`. A `vllm serve` started with
 
     --worker-extension-cls mrl.engines.vllm.process.extension.WorkerExtension
     --weight-transfer-config '{"backend": "mrl"}'
 
-takes weights in the same way.
+loads weights in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAME = "mrl"
 
 @dataclass
 class FolderInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand."""
+    """No initialisation needed."""
 
 
 @dataclass
@@ -42,29 +42,29 @@ class FolderUpdate(WeightTransferUpdateInfo):
 
     path: str
     checksum: str | None = None
-    """Of its tensors; another one in the file is refused before the model is touched."""
+    """Of its tensors; a mismatch is refused before the model is changed."""
 
 
 class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
-    """Loads safetensors from disk or shared memory into the live model, in one go."""
+    """Loads safetensors from disk or shared memory into the live model."""
 
     init_info_cls = FolderInit
     update_info_cls = FolderUpdate
     held: str | None = None
-    """Checksum of the tensors given to the model last; None before any were."""
+    """Checksum of the tensors last loaded; None before the first."""
     whole = True
-    """False from the first tensor that was changed to the last."""
+    """False while an update is half done."""
     seconds = 0.0
-    """vLLM itself took to load and re-pack them: reading them for the checksum not counted."""
+    """Time vLLM took to load and repack them, without reading them for the checksum."""
 
     def init_transfer_engine(self, init_info: FolderInit) -> None:
         """Nothing to open."""
 
     def start_weight_update(self) -> None:
-        """The model is opened for loading only once the tensors were found to be whole."""
+        """Nothing: the model is prepared for loading only after the tensors have passed the checksum."""
 
     def finish_weight_update(self) -> None:
-        """Everything was done when the weights came."""
+        """Nothing: `receive_weights` does everything."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -84,7 +84,7 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
             initialize_layerwise_reload(self.model)
             loaded = self.model.load_weights(iter(tensors.items()))
             finalize_layerwise_reload(self.model, self.model_config)
-            if loaded is not None and (missing := wanted - loaded):  # vLLM would only warn, and keep the old ones
+            if loaded is not None and (missing := wanted - loaded):  # vLLM would only warn and keep the old ones
                 raise ValueError(f"{update_info.path} has no weights for {', '.join(sorted(missing)[:8])}")
             _repack_tied_heads(self.model)
             self.seconds = perf_counter() - start
@@ -95,8 +95,8 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """On CPU vLLM multiplies by a packed copy of each matrix. A head tied to the embedding gets its weight by way of
-    the embedding, and its packed copy is then left as it was."""
+    """On CPU vLLM multiplies by a packed copy of each matrix. A tied head gets its weight through the embedding, which
+    leaves its packed copy stale; so pack it again."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     embeddings = {id(module.weight) for module in model.modules() if type(module).__name__ == "VocabParallelEmbedding"}
@@ -106,10 +106,10 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
 
 
 class WorkerExtension:
-    """Methods that every vLLM worker gets; called on all of them by `collective_rpc`."""
+    """Methods added to every vLLM worker; called on all of them by `collective_rpc`."""
 
     def mrl_set_up(self) -> None:
-        """Let prompt logprobs be taken at each request's temperature. Calling it twice is allowed."""
+        """Make prompt logprobs use each request's temperature. Calling it twice is allowed."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if hasattr(runner, "prompt_logprobs_worker"):
             _score_at_temperature_v2(runner)
@@ -117,23 +117,23 @@ class WorkerExtension:
             _score_at_temperature(runner)
 
     def mrl_skip_ranks(self) -> None:
-        """Do not count the tokens that are likelier than the one drawn, which no answer of ours has: vLLM goes through
-        the vocabulary for it at each token, and compiles that, eager or not, at the first: ten seconds on a CPU."""
+        """Skip the rank of each sampled token, which mrl does not use. vLLM compares it with the whole vocabulary, and
+        compiles that at the first token, even in eager mode: ten seconds on a CPU."""
         from vllm.v1.sample import sampler
 
         sampler.batched_count_greater_than = lambda logprobs, drawn: torch.ones_like(drawn[:, 0], dtype=torch.long)
 
     def mrl_held(self) -> dict[str, Any]:
-        """`checksum` of the tensors that this worker's model was given last (None before any), whether it has all
-        of them (`whole`), and the `seconds` they took to load."""
+        """`checksum` of the tensors last loaded into this worker's model (None before the first), whether the update is
+        complete (`whole`), and the `seconds` it took."""
         transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
         return {"checksum": transfer.held, "whole": transfer.whole, "seconds": transfer.seconds}
 
 
 def _score_at_temperature(runner: Any) -> None:
-    """vLLM takes prompt logprobs at temperature 1 whatever the request says; here they follow the request.
+    """vLLM computes prompt logprobs at temperature 1 whatever the request says; make them follow the request.
 
-    For vLLM's first model runner, which CPUs have.
+    For vLLM's V1 model runner, which CPUs use.
     """
     if "_get_prompt_logprobs_dict" in vars(runner):
         return
@@ -152,9 +152,9 @@ def _score_at_temperature(runner: Any) -> None:
                 runner.num_prompt_logprobs = requests
                 runner.sampler.compute_logprobs = lambda logits, t=temperature: compute(logits.float() / t)
                 answers.update(plain(hidden_states, num_scheduled_tokens))
-                unfinished.update(requests)  # vLLM takes the finished ones out
+                unfinished.update(requests)  # vLLM removes the finished ones
         finally:
-            del runner.sampler.compute_logprobs  # the class's own shows again
+            del runner.sampler.compute_logprobs  # uncovers the class's own method
             runner.num_prompt_logprobs = unfinished
         return answers
 
@@ -162,9 +162,9 @@ def _score_at_temperature(runner: Any) -> None:
 
 
 def _score_at_temperature_v2(runner: Any) -> None:
-    """The same for its second model runner, the default on GPUs: all requests of a step are scored together, so each
-    token's logits are divided by the temperature of its own request."""
-    scorer = runner.prompt_logprobs_worker  # None where the model's head is in another process (pipeline parallel)
+    """The same for vLLM's V2 model runner, the default on GPUs. It scores all requests of a step together, so each
+    token's logits are divided by the temperature of its request."""
+    scorer = runner.prompt_logprobs_worker  # None if the head is in another process (pipeline parallel)
     if scorer is None or "compute_prompt_logprobs" in vars(scorer):
         return
     plain = scorer.compute_prompt_logprobs
@@ -179,7 +179,7 @@ def _score_at_temperature_v2(runner: Any) -> None:
         temperatures_N = of_requests.repeat_interleave(tokens).to(hidden_NH.device)
         done = 0
 
-        def scaled(chunk_CH: Tensor) -> Tensor:  # vLLM asks for the tokens in order, some at a time
+        def scaled(chunk_CH: Tensor) -> Tensor:  # vLLM calls it for the tokens in order, chunk by chunk
             nonlocal done
             first, done = done, done + len(chunk_CH)
             logits_CV: Tensor = logits_of(chunk_CH)
@@ -192,8 +192,8 @@ def _score_at_temperature_v2(runner: Any) -> None:
 
 
 if torch.cpu._is_amx_tile_supported():
-    # Linux gives a process the matrix units only when it asks. vLLM's own bfloat16 kernels do not ask, and die of an
-    # illegal instruction unless another library happened to.
+    # On Linux a process must request AMX. vLLM's bfloat16 kernels do not, and crash with an illegal instruction unless
+    # another library has.
     torch.cpu._init_amx()
 
 if NAME not in WeightTransferEngineFactory._registry:

@@ -1,10 +1,10 @@
-"""The vLLM process: one `AsyncLLM`, told what to do over a socket.
+"""The vLLM process: one `AsyncLLM`, controlled over a socket.
 
     python -m mrl.engines.vllm.process.host SOCKET
 
-It connects to the socket, reads the engine's settings, answers `{"ready": ...}`, and from then on answers each
-`{"id", "method", "args"}` with `{"id", "result"}` or `{"id", "error", "kind"}`. When the socket closes it ends, and
-every process it started with it.
+It connects to the socket, reads the engine's settings, answers `{"ready": ...}`, and then answers each
+`{"id", "method", "args"}` with `{"id", "result"}` or `{"id", "error", "kind"}`. When the socket closes it exits with
+all processes that it started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mrl.weights.checksum import checksum as fingerprint
 from mrl.weights.tensors import open_folder
 
 ADAPTER = 1
-"""The number vLLM knows the one adapter by."""
+"""vLLM's id of the only adapter."""
 
 
 class Refused(Exception):
@@ -56,8 +56,8 @@ class Host:
         engine_args = AsyncEngineArgs(**arguments)
         vllm_config = engine_args.create_engine_config()
         if current_platform.is_cpu() and vllm_config.parallel_config.distributed_executor_backend == "uni":
-            # On CPU vLLM spawns its own process, which then imports all of this once more: half of the time it takes to
-            # start. Spawning is for binding several workers' threads to cores; here there is one, and nothing is bound.
+            # On CPU vLLM spawns its process, which imports everything again: half of the start-up time. Spawning is
+            # needed only to bind several workers' threads to cores; here there is one worker.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self.llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=engine_args.disable_log_stats)
         self.first_version = version
@@ -110,8 +110,8 @@ class Host:
         }
 
     async def score(self, prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[float]:
-        """Logprob of each completion token. The last one is asked for as the next token, so that a sequence may be as
-        long as the model allows."""
+        """Logprob of each completion token. The last one is scored as the next token, so that a sequence may have the
+        model's full length."""
         from vllm import SamplingParams
 
         if not completion_ids:
@@ -155,20 +155,20 @@ class Host:
         async with self.loading:
             if level == 2:
                 self.broken = "they were dropped when it went to sleep at level 2"
-            self.asleep = self.paused = True  # from here on, whatever comes of it: half asleep is not awake
+            self.asleep = self.paused = True  # set first: if sleeping fails midway, it is not awake either
             await self.llm.sleep(level, mode="wait")
 
     async def wake(self) -> None:
-        """After level 2 its memory holds anything, so nothing is generated before weights were loaded."""
+        """After level 2 the memory is uninitialised, so nothing is generated before weights are loaded."""
         async with self.loading:
             await self.llm.wake_up()
             self.asleep = False
             await self._resume()
 
     async def pulse(self) -> dict[str, int]:
-        """`working`: requests that should be getting tokens now. `moves`: grows with each they get.
+        """`working`: requests that should be getting tokens now. `moves`: grows with each token.
 
-        Asks no other process, so that it answers while vLLM's own ones are busy. Raises when one of those is dead.
+        Asks no other process, so it answers while vLLM's own processes are busy. Raises if one of them is dead.
         """
         if self.llm.errored:
             raise self.llm.dead_error
@@ -191,10 +191,9 @@ class Host:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     async def load(self, path: str, version: int, checksum: str | None) -> str | None:
-        """Every tensor from a folder, between two tokens of whatever is being generated. Returns their checksum.
+        """Load every tensor from a folder, between two tokens of running requests. Returns their checksum.
 
-        Requests in flight go on afterwards with keys and values recomputed under the new weights. An engine that sleeps
-        is woken by them.
+        Requests in flight continue with their KV cache recomputed under the new weights. A sleeping engine wakes up.
         """
         self.weights = (Path(path), Path(path).parent)
         async with self._updating():
@@ -221,7 +220,7 @@ class Host:
         return held.pop()
 
     async def load_adapter(self, path: str, version: int, checksum: str | None) -> str:
-        """A LoRA adapter from a folder, in the place of the one before. Returns the checksum of its tensors."""
+        """Load a LoRA adapter from a folder in place of the previous one. Returns the checksum of its tensors."""
         from vllm.lora.request import LoRARequest
 
         self.weights = (Path(path), Path(path).parent)
@@ -235,7 +234,7 @@ class Host:
             if not await self.llm.add_lora(request):
                 raise Refused(f"vLLM did not load the adapter in {path}")
             self.broken = None
-            # Requests name the adapter only: with its files in the name, vLLM would load them at every request.
+            # Requests use this one without load_inplace: with it vLLM would reload the files at every request.
             self.lora = LoRARequest("policy", ADAPTER, path)
             await self.llm.update_weight_version(str(version))
             return found
@@ -244,8 +243,8 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:
-        """Weights may be changed inside. An engine that sleeps has memory for them inside, and for the cache
-        afterwards; where the update failed, it sleeps on."""
+        """Weights may be changed inside: generation is paused. A sleeping engine first allocates memory for the
+        weights, and afterwards for the KV cache; if the update fails, it stays asleep."""
         async with self.loading:
             if self.asleep:
                 await self.llm.wake_up(["weights"])
@@ -265,14 +264,14 @@ class Host:
             raise Refused("this engine is asleep, without the memory it needs: wake it first")
 
     async def _resume(self) -> None:
-        """After an update or sleep: go on, or end what is in flight where there are no whole weights to go on with."""
+        """After an update or sleep: continue, or abort the requests in flight if the weights are incomplete."""
         if self.broken is not None:
             await self.llm.pause_generation(mode="abort", clear_cache=True)
         await self.llm.resume_generation()
         self.paused = False
 
     def _count_moves(self) -> None:
-        """Only whole completions come out of vLLM here; the tokens of each step are seen where it takes them in."""
+        """Count tokens where vLLM processes a step's outputs: to us it only returns whole completions."""
         take_in = self.llm.output_processor.process_outputs
 
         def counting(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +288,7 @@ class Host:
         from vllm.utils import random_uuid
 
         self._refuse_broken()
-        self._refuse_asleep()  # it would wait for ever
+        self._refuse_asleep()  # it would wait forever
         prompt, name = TokensPrompt(prompt_token_ids=ids), request_id or random_uuid()
         outputs = [output async for output in self.llm.generate(prompt, params, name, lora_request=self.lora)]
         self._refuse_broken()
@@ -303,7 +302,7 @@ class Host:
 
 
 def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """What the settings leave open and the machine decides."""
+    """Defaults that depend on the machine."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -312,15 +311,15 @@ def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
         "dtype": "float32",
         "enforce_eager": True,
         "kv_cache_memory_bytes": 1 << 30,
-        # A prompt taken in two pieces makes vLLM turn its request's random generator back, which on CPU it cannot.
+        # After a chunked prefill vLLM rewinds the request's random generator, which it cannot do on CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(settings["max_model_len"], 8192),
     }
     if settings.get("tensor_parallel_size", 1) == 1:
-        # The model in vLLM's engine process, instead of in one more process behind it: that starts twice as fast.
+        # The model runs in vLLM's engine process instead of another one behind it: that starts twice as fast.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         defaults["distributed_executor_backend"] = "uni"
-    else:  # left to itself it gives each a memory node of its own, which small machines do not have
+    else:  # by default vLLM gives each worker its own NUMA node, which small machines do not have
         cores, size = sorted(os.sched_getaffinity(0)), settings["tensor_parallel_size"]
         shares = [cores[i * len(cores) // size : (i + 1) * len(cores) // size] or cores[:1] for i in range(size)]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, own)) for own in shares))
@@ -328,9 +327,9 @@ def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 async def serve(socket: str) -> None:
-    """Until the other side closes."""
+    """Serve until the other side closes the socket."""
     reader, writer = await asyncio.open_unix_connection(socket)
-    # vLLM's process must not hold this open too: when the host dies, the other side has to see it close.
+    # vLLM's processes must not inherit the socket: when the host dies, the other side has to see it close.
     os.register_at_fork(after_in_child=functools.partial(os.close, writer.get_extra_info("socket").fileno()))
     first = await read(reader)
     try:
@@ -375,7 +374,7 @@ async def serve(socket: str) -> None:
 def main() -> None:
     """Serve, then end the whole process group: vLLM's own processes must not outlive this one.
 
-    An owner that was killed could not remove its temporary folders, so that is done here.
+    Also removes the temporary folders of owners that were killed.
     """
     try:
         asyncio.run(serve(sys.argv[1]))
@@ -387,7 +386,7 @@ def main() -> None:
         if os.getpgrp() == os.getpid():
             end_group(os.getpgrp())
     atexit._run_exitfuncs()  # semaphores, for one, are removed here
-    os._exit(0)  # Python would take seconds to take apart what vLLM imported
+    os._exit(0)  # Python would take seconds to tear down what vLLM imported
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Messages between an engine and its vLLM process: JSON, each behind its length, over a local socket.
+"""Messages between an engine and its vLLM process: length-prefixed JSON over a local socket.
 
-Plain data, so that the two sides may be different versions of Python and of every package.
+Plain data, so that the two sides may run different versions of Python and of every package.
 """
 
 from __future__ import annotations
@@ -20,6 +20,6 @@ async def read(reader: asyncio.StreamReader) -> Any:
 
 
 def write(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Send a message; what the socket does not take now is kept and sent later, in order."""
+    """Send a message; the writer buffers what the socket does not accept yet."""
     data = json.dumps(message, separators=(",", ":")).encode()
     writer.write(LENGTH.pack(len(data)) + data)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrl.actor.step_metrics import StepMetrics
-from mrl.algorithms.sampler_fits import Cut, Evidence, fit_cut, fit_temperature
+from mrl.algorithms.sampling_estimates import SamplingFilter, ScoredTokens, estimate_filter, estimate_temperature
 from mrl.engines.transformers.sampling import RowParams, filter_logits, sample
 from mrl.mismatch.correction import importance_weights, log_importance, unexplained_gap, weighed_once
 from mrl.types import SamplingParams
@@ -16,28 +16,38 @@ from mrl.types import SamplingParams
 TOKENS, WORDS = 200, 400
 
 
-def drawn(temperature: float, cut: Cut, noise: float = 0.0) -> Evidence:
+def drawn(temperature: float, sampling_filter: SamplingFilter, noise: float = 0.0) -> ScoredTokens:
     """Tokens drawn by the engines' sampler from random logits, with its logprobs."""
     rng = torch.Generator().manual_seed(7)
     logits = 2.5 * torch.randn(TOKENS, WORDS, generator=rng)
-    params = SamplingParams(temperature, cut.top_p, cut.top_k, cut.min_p)
+    params = SamplingParams(temperature, sampling_filter.top_p, sampling_filter.top_k, sampling_filter.min_p)
     rows = RowParams.build([params] * TOKENS, list(range(TOKENS)), torch.device("cpu"))
     ids, logprobs, _ = sample(logits, rows, torch.zeros(TOKENS, dtype=torch.long))
-    return Evidence(logits, ids, logprobs + noise * torch.randn(TOKENS, generator=rng))
+    return ScoredTokens(logits, ids, logprobs + noise * torch.randn(TOKENS, generator=rng))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
-@pytest.mark.parametrize("cut", [Cut(), Cut(top_p=0.7), Cut(top_k=9), Cut(min_p=0.05), Cut(0.8, 40, 0.02)], ids=repr)
-def test_the_logprobs_are_those_the_engine_reports(temperature: float, cut: Cut) -> None:
-    evidence = drawn(temperature, cut)
-    torch.testing.assert_close(evidence.logprobs(temperature, cut), evidence.sampler_N, atol=1e-4, rtol=1e-4)
-    assert evidence.gap(temperature, cut) < 1e-5
-    plain = evidence.logprobs(temperature, Cut())
-    assert (evidence.sampler_N - plain).max() <= cut.largest_gain + 1e-5
-    assert unexplained_gap(plain, evidence.sampler_N, cut.largest_gain).max() < 1e-4
+@pytest.mark.parametrize(
+    "sampling_filter",
+    [
+        SamplingFilter(),
+        SamplingFilter(top_p=0.7),
+        SamplingFilter(top_k=9),
+        SamplingFilter(min_p=0.05),
+        SamplingFilter(0.8, 40, 0.02),
+    ],
+    ids=repr,
+)
+def test_the_logprobs_are_those_the_engine_reports(temperature: float, sampling_filter: SamplingFilter) -> None:
+    tokens = drawn(temperature, sampling_filter)
+    torch.testing.assert_close(tokens.logprobs(temperature, sampling_filter), tokens.sampler_N, atol=1e-4, rtol=1e-4)
+    assert tokens.gap(temperature, sampling_filter) < 1e-5
+    plain = tokens.logprobs(temperature, SamplingFilter())
+    assert (tokens.sampler_N - plain).max() <= sampling_filter.largest_gain + 1e-5
+    assert unexplained_gap(plain, tokens.sampler_N, sampling_filter.largest_gain).max() < 1e-4
 
 
-def test_what_a_cut_keeps_is_what_filter_logits_keeps() -> None:
+def test_what_a_filter_keeps_is_what_filter_logits_keeps() -> None:
     rng = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(50, 64, generator=rng)
     for top_p, top_k, min_p in itertools.product((1.0, 0.5, 0.05), (0, 1, 10), (0.0, 0.2)):
@@ -45,52 +55,60 @@ def test_what_a_cut_keeps_is_what_filter_logits_keeps() -> None:
         kept = filter_logits(logits, rows)
         likeliest = kept.argmax(dim=-1)
         expected = kept.log_softmax(dim=-1).gather(1, likeliest[:, None])[:, 0]
-        got = Evidence(logits, likeliest, expected).logprobs(0.8, Cut(top_p, top_k, min_p))
+        got = ScoredTokens(logits, likeliest, expected).logprobs(0.8, SamplingFilter(top_p, top_k, min_p))
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("true", [0.3, 0.7, 0.95, 1.0, 1.3, 2.0])
-@pytest.mark.parametrize("cut", [Cut(), Cut(top_p=0.9)], ids=repr)
-def test_the_temperature_is_found(true: float, cut: Cut) -> None:
-    fit = fit_temperature(drawn(true, cut, noise=0.01), 1.0, cut)
-    assert fit.value == pytest.approx(true, rel=0.01)
-    assert fit.residual < 0.012
+@pytest.mark.parametrize("sampling_filter", [SamplingFilter(), SamplingFilter(top_p=0.9)], ids=repr)
+def test_the_temperature_is_found(true: float, sampling_filter: SamplingFilter) -> None:
+    found = estimate_temperature(drawn(true, sampling_filter, noise=0.01), 1.0, sampling_filter)
+    assert found.value == pytest.approx(true, rel=0.01)
+    assert found.residual < 0.012
 
 
-def test_logprobs_from_before_temperature_and_cut_are_found() -> None:
+def test_logprobs_from_before_temperature_and_filter_are_found() -> None:
     """What a server reports that is not told to report processed logprobs."""
-    fit = fit_temperature(drawn(1.0, Cut()), 0.7, Cut(top_p=0.9))
-    assert (fit.name, fit.value) == ("temperature", pytest.approx(1.0, rel=2e-3))
-    assert fit.residual < 5e-3
+    found = estimate_temperature(drawn(1.0, SamplingFilter()), 0.7, SamplingFilter(top_p=0.9))
+    assert (found.name, found.value) == ("temperature", pytest.approx(1.0, rel=2e-3))
+    assert found.residual < 5e-3
 
 
 @pytest.mark.parametrize(
-    ("asked", "done", "name", "value"),
+    ("asked", "used", "name", "value"),
     [
-        (Cut(), Cut(top_p=0.9), "top_p", 0.9),
-        (Cut(), Cut(top_p=0.33), "top_p", 0.33),
-        (Cut(top_p=0.9), Cut(top_p=0.5), "top_p", 0.5),
-        (Cut(), Cut(top_k=20), "top_k", 20),
-        (Cut(top_p=0.95), Cut(top_k=5), "top_k", 5),
-        (Cut(), Cut(min_p=0.1), "min_p", 0.1),
+        (SamplingFilter(), SamplingFilter(top_p=0.9), "top_p", 0.9),
+        (SamplingFilter(), SamplingFilter(top_p=0.33), "top_p", 0.33),
+        (SamplingFilter(top_p=0.9), SamplingFilter(top_p=0.5), "top_p", 0.5),
+        (SamplingFilter(), SamplingFilter(top_k=20), "top_k", 20),
+        (SamplingFilter(top_p=0.95), SamplingFilter(top_k=5), "top_k", 5),
+        (SamplingFilter(), SamplingFilter(min_p=0.1), "min_p", 0.1),
     ],
     ids=repr,
 )
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_cut_is_found(asked: Cut, done: Cut, name: str, value: float, temperature: float) -> None:
-    evidence = drawn(temperature, done)
-    fit = fit_cut(evidence, temperature, asked)
-    assert (fit.name, fit.value) == (name, pytest.approx(value, rel=0.05))
-    assert fit.residual < 0.02
-    assert fit_temperature(evidence, temperature, asked).residual > 0.05 + 3 * fit.residual, "so it is not named"
+def test_the_filter_is_found(
+    asked: SamplingFilter, used: SamplingFilter, name: str, value: float, temperature: float
+) -> None:
+    tokens = drawn(temperature, used)
+    found = estimate_filter(tokens, temperature, asked)
+    assert (found.name, found.value) == (name, pytest.approx(value, rel=0.05))
+    assert found.residual < 0.02
+    assert estimate_temperature(tokens, temperature, asked).residual > 0.05 + 3 * found.residual, "so it is not named"
 
 
-def test_a_temperature_is_no_cut_and_noise_is_neither() -> None:
-    hot = drawn(0.7, Cut())
-    assert fit_cut(hot, 1.0, Cut()).residual > 0.35 * hot.gap(1.0, Cut())
-    noisy = drawn(1.0, Cut(), noise=0.05)
-    gap = noisy.gap(1.0, Cut())
-    assert min(fit_cut(noisy, 1.0, Cut()).residual, fit_temperature(noisy, 1.0, Cut()).residual) > 0.9 * gap
+def test_a_temperature_is_no_filter_and_noise_is_neither() -> None:
+    hot = drawn(0.7, SamplingFilter())
+    assert estimate_filter(hot, 1.0, SamplingFilter()).residual > 0.35 * hot.gap(1.0, SamplingFilter())
+    noisy = drawn(1.0, SamplingFilter(), noise=0.05)
+    gap = noisy.gap(1.0, SamplingFilter())
+    assert (
+        min(
+            estimate_filter(noisy, 1.0, SamplingFilter()).residual,
+            estimate_temperature(noisy, 1.0, SamplingFilter()).residual,
+        )
+        > 0.9 * gap
+    )
 
 
 @pytest.mark.parametrize("correction", ["none", "truncated", "masked", "sequence_truncated", "sequence_masked"])
@@ -132,12 +150,12 @@ def test_a_weight_beyond_any_float_is_counted_for_what_it_is() -> None:
     }
 
 
-def test_only_what_lies_outside_the_cuts_reach_is_unexplained() -> None:
+def test_only_what_lies_outside_the_filters_reach_is_unexplained() -> None:
     old = torch.full((1, 5), -1.0)
     sampler = torch.tensor([[-1.2, -1.0, -0.95, -0.9, -0.5]])
-    found = unexplained_gap(old, sampler, Cut(top_p=0.9).largest_gain)
+    found = unexplained_gap(old, sampler, SamplingFilter(top_p=0.9).largest_gain)
     torch.testing.assert_close(found, torch.tensor([[0.2, 0.0, 0.0, 0.0, 0.5 - 0.10536]]), atol=1e-5, rtol=0)
-    torch.testing.assert_close(unexplained_gap(old, sampler, Cut().largest_gain), (sampler - old).abs())
+    torch.testing.assert_close(unexplained_gap(old, sampler, SamplingFilter().largest_gain), (sampler - old).abs())
     torch.testing.assert_close(
-        unexplained_gap(old, sampler, Cut(top_k=3).largest_gain), torch.tensor([[0.2, 0.0, 0.0, 0.0, 0.0]])
+        unexplained_gap(old, sampler, SamplingFilter(top_k=3).largest_gain), torch.tensor([[0.2, 0.0, 0.0, 0.0, 0.0]])
     )

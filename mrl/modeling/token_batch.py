@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms.sampler_fits import Cut
-from mrl.system.transfers import onto
+from mrl.algorithms.sampling_estimates import SamplingFilter
+from mrl.system.transfers import to_device
 from mrl.types import Sample, TrainBatch
 
-NO_CUT = Cut()
+NO_FILTER = SamplingFilter()
 
 
 @dataclass
-class Rows:
-    """A batch, or a micro-batch of it, as tensors: B rows of L tokens, of which at most T are the completion's."""
+class TokenBatch:
+    """A train batch, or a micro-batch of it, as tensors: B rows of L tokens, at most T of them completion tokens."""
 
     samples: list[Sample]
     ids_BL: Tensor
@@ -31,33 +31,33 @@ class Rows:
     old_logprobs_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
     new_logprobs_BT: Tensor | None = None
-    """Of the latest pass that trained on these rows, without its gradient."""
+    """From the latest training forward pass, detached."""
     kept_BT: Tensor | None = None
-    """1 on the tokens whose policy loss counts: those of `mask_BT`, or fewer."""
+    """1 on the tokens whose policy loss counts: all of `mask_BT`, or some of them."""
     entropy_weights_BT: Tensor | None = None
     compared_BT: Tensor | None = None
-    """Whether a trained token is compared with its sampler, by the version it was sampled with; None = none is."""
-    cut: Cut = NO_CUT
-    """How the samplers were told to cut the distribution."""
+    """True where the trainer's logprob is compared with the sampler's: tokens of one policy version. None = nowhere."""
+    sampling_filter: SamplingFilter = NO_FILTER
+    """The configured one."""
     layout: Any = None
-    """How the rows went through the model the last time (see mrl.modeling.forward), for the next pass over them."""
+    """Cached by the first forward pass (mrl.modeling.forward.Layout) for the next ones."""
 
-    def take(self, index: list[int]) -> Rows:
-        """The rows with these indices, cut to the longest of them."""
-        index_B = onto(self.mask_BT.device, index)
+    def take(self, index: list[int]) -> TokenBatch:
+        """The rows with these indices, trimmed to the longest of them."""
+        index_B = to_device(self.mask_BT.device, index)
         samples = [self.samples[i] for i in index]
         longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
         completion = max(len(s.completion_ids) for s in samples)
-        cut = {
+        trimmed = {
             name: value[index_B] if value.dim() == 1 else value[index_B, : longest if name == "ids_BL" else completion]
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        return replace(self, samples=samples, layout=None, **cut)  # type: ignore[arg-type]
+        return replace(self, samples=samples, layout=None, **trimmed)  # type: ignore[arg-type]
 
 
-def make_rows(batch: TrainBatch, device: torch.device, version: int | None = None) -> Rows:
-    """version: of the weights whose tokens are compared with the sampler's; None = no token is."""
+def make_token_batch(batch: TrainBatch, device: torch.device, version: int | None = None) -> TokenBatch:
+    """version: the policy version whose tokens are compared with the sampler; None = compare none."""
     samples = batch.samples
     longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
     completion = max(len(s.completion_ids) for s in samples)
@@ -66,14 +66,14 @@ def make_rows(batch: TrainBatch, device: torch.device, version: int | None = Non
         filled = torch.zeros(len(values), width, dtype=dtype)
         for row, value in enumerate(values):
             filled[row, : len(value)] = torch.tensor(value, dtype=dtype)
-        return onto(device, filled)
+        return to_device(device, filled)
 
     mask_BT = table([s.mask for s in samples], completion, torch.float32)
     compared_BT = None
     if version is not None:
         compared_BT = table([_is_version(s, version) for s in samples], completion, torch.bool) & mask_BT.bool()
     reference = [s.reference_logprobs for s in samples]
-    return Rows(
+    return TokenBatch(
         samples=samples,
         ids_BL=table([s.prompt_ids + s.completion_ids for s in samples], longest, torch.long),
         completion_BT=table([s.completion_ids for s in samples], completion, torch.long),
@@ -83,7 +83,7 @@ def make_rows(batch: TrainBatch, device: torch.device, version: int | None = Non
         temperature=batch.temperature,
         weights_BT=torch.empty_like(mask_BT),
         compared_BT=compared_BT,
-        cut=Cut(batch.top_p, batch.top_k, batch.min_p),
+        sampling_filter=SamplingFilter(batch.top_p, batch.top_k, batch.min_p),
         ref_logprobs_BT=None
         if any(values is None for values in reference)
         else table([values or [] for values in reference], completion, torch.float32),
@@ -91,7 +91,7 @@ def make_rows(batch: TrainBatch, device: torch.device, version: int | None = Non
 
 
 def versions_of(sample: Sample) -> set[int]:
-    """Of the weights that sampled its tokens."""
+    """Policy versions that sampled its tokens."""
     given = sample.policy_version
     return {given} if isinstance(given, int) else set(given)
 
@@ -103,7 +103,7 @@ def _is_version(sample: Sample, version: int) -> list[bool]:
 
 def _advantages(batch: TrainBatch, table: Callable[..., Tensor], mask_BT: Tensor) -> Tensor:
     if not any(isinstance(advantage, list) for advantage in batch.advantages):
-        by_sample_B = onto(mask_BT.device, batch.advantages, torch.float32)
+        by_sample_B = to_device(mask_BT.device, batch.advantages, torch.float32)
         return by_sample_B[:, None].expand_as(mask_BT)
     by_token = [
         advantage if isinstance(advantage, list) else [advantage] * len(sample.completion_ids)
