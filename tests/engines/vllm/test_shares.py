@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
 from mrl import OrchestratorConfig
-from mrl.engines.vllm.shares import (
-    ACTOR_KEEPS,
-    GIB,
-    VLLM_KEEPS,
-    ModelSize,
-    divide,
-    model_size,
-    training_bytes,
-    utilization,
-)
+from mrl.engines.vllm.shares import ACTOR_KEEPS, GIB, VLLM_KEEPS, ModelSize, divide, utilization
 from mrl.errors import ConfigError
 
 HALF = ModelSize(494_000_000, 494_000_000, 2 * 24 * 2 * 64)
@@ -93,44 +83,3 @@ def test_an_explicit_share_is_kept_and_devices_share_the_weights() -> None:
     found = divide(24 * GIB, HALF, config(gpu_memory_utilization=0.3, tensor_parallel_size=2), 512, bytes_per_number=2)
     assert found.utilization == 0.3
     assert found.weights == HALF.parameters
-
-
-def test_a_models_size_is_counted_without_its_weights(tiny_model: str) -> None:
-    from mrl.models import load_model
-
-    whole = model_size(config(model=tiny_model))
-    model = load_model(config(model=tiny_model, device="cpu").model)
-    assert whole.parameters == whole.trained == model.num_parameters()
-    embeddings = model.get_input_embeddings().weight.numel()
-    norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
-    assert whole.linear == whole.parameters - embeddings - norms, "its head is tied"
-    assert whole.cached_numbers == 2 * 2 * 2 * 8
-    from mrl.actor.lora import add_lora
-
-    for targets in (None, ["q_proj", "down_proj"]):
-        options = config(model=tiny_model, device="cpu", use_lora=True, lora_r=4, lora_target_modules=targets)
-        adapted = add_lora(load_model(options.model), options.model)
-        counted = model_size(options)
-        assert counted.trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-        assert counted.parameters == whole.parameters
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("model", ["tiny_model", "untied_model", "experts_model"])
-def test_what_an_adapter_trains_on_is_what_the_actor_holds(
-    model: str, dtype: str, request: pytest.FixtureRequest
-) -> None:
-    """Two bytes for each weight of a linear layer, an untied head among them; embeddings, norms and experts four."""
-    from mrl.actor.lora import add_lora
-    from mrl.modeling.precision import narrow_matrices
-    from mrl.models import autocast_dtype, load_model, pick_device
-
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    folder = request.getfixturevalue(model)
-    options = config(model=folder, device="cpu", dtype=dtype, use_lora=True, lora_r=4, lora_target_modules=targets)
-    narrow = functools.partial(narrow_matrices, dtype=autocast_dtype(options.model, pick_device("cpu")))
-    adapted = add_lora(load_model(options.model, before_moving=narrow), options.model)
-    held = sum(p.nbytes for p in adapted.parameters())
-    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert {p.element_size() for p in adapted.parameters() if p.requires_grad} == {4}
-    assert training_bytes(model_size(options), options) == held + 12 * trained
