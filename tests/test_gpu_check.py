@@ -65,17 +65,13 @@ def test_on_a_cpu_what_can_run_is_right(name: str, scratch: str, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_parts_run_in_processes_of_their_own_and_are_told_and_written_down(tmp_path: Path) -> None:
-    done = run("--device", "cpu", "--out", str(tmp_path / "report.json"), "--parts", "machine", "products")
+def test_a_part_runs_in_a_process_of_its_own_and_is_told_and_written_down(tmp_path: Path) -> None:
+    done = run("--device", "cpu", "--out", str(tmp_path / "report.json"), "--parts", "machine")
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert {name: part["outcome"] for name, part in report["parts"].items()} == {
-        "machine": "right",
-        "products": "right",
-    }
-    assert report["parts"]["machine"]["facts"]["torch"] == torch.__version__
+    part = json.loads((tmp_path / "report.json").read_text())["parts"]["machine"]
+    assert (part["outcome"], part["facts"]["torch"]) == ("right", torch.__version__)
     assert "\nmachine: RIGHT (" in done.stdout
-    assert "what is added to a sum, as a share of the largest number" in done.stdout
+    assert f"\n    torch: {torch.__version__}\n" in done.stdout
 
 
 def test_a_part_that_fails_dies_or_hangs_is_named_and_the_others_go_on(
