@@ -36,6 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--soak-key", default="", metavar="COMMIT", help="another one, another choice")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait, for processes that start and for deadlines."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--backend") == "processes":
         from mrl.backends import BACKENDS

@@ -63,6 +63,7 @@ def parameters(actor: ActorWorker) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in actor.model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", but(("dapo",), ["grpo", "dapo", "dr_grpo", "cispo", "sapo"]))
 def test_the_update_does_not_depend_on_the_split(tiny_model: str, loss_type: str) -> None:
     """By count or by tokens, packed or padded, with prompts shared or not, and in whatever order the samples come."""

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.algorithms.kl import kl_k3
 from mrl.algorithms.logprobs import LogitTransform, LowRank, logprobs_from_logits, token_logprobs
+from tests.soak import slow_but
 
 
 def inputs(dtype: torch.dtype = torch.float32, n: int = 13, h: int = 8, v: int = 29) -> tuple[torch.Tensor, ...]:
@@ -38,8 +39,8 @@ TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(softc
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("tile", [(1, 1), (5, 7), (13, 29), (100, 100)])
+@pytest.mark.parametrize("temperature", slow_but([0.7], [1.0, 0.7]))
+@pytest.mark.parametrize("tile", slow_but([(5, 7)], [(1, 1), (5, 7), (13, 29), (100, 100)]))
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_value_and_gradient_match_float64(

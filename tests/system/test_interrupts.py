@@ -31,6 +31,7 @@ from mrl.store.run import read_rows
 from mrl.system.interrupts import interrupts
 from tests import small_runs
 from tests.small_runs import distinct, record_of
+from tests.soak import slow_but
 
 EVALUATED = {"eval_split": "train", "eval_samples": 2, "eval_steps": 2, "save_steps": 0}
 
@@ -74,7 +75,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 }
 
 
-IN_THE_DEFAULT_SUITE = ("training", "checkpointing")
+IN_THE_DEFAULT_SUITE = ("training",)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_a_notebooks_second_interrupt_ends_the_call(
     assert calls == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", slow_but([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_the_command_says_how_to_go_on_and_exits_with_the_signals_code(
     number: int, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

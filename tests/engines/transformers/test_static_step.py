@@ -88,6 +88,7 @@ def generate(engine: TransformersEngine, asked: list[GenerateRequest]) -> list[C
 RECORDED = [name for name, (path, _) in ARCHITECTURES.items() if path == OWN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", but(("gemma3",), RECORDED))
 def test_replayed_steps_give_the_completions_of_eager_ones(name):
     """Five rows at a time, whose places the waiting requests take, and which are dropped as they end. And a recorded

@@ -137,7 +137,8 @@ def test_an_allowed_learning_rate_is_the_one_that_is_used(tiny_model: str, tmp_p
 LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0, "beta": 0.1}
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
 def test_a_mixture_of_experts_resumes_bit_for_bit(experts_model: str, tmp_path: Path, changes: dict[str, Any]) -> None:
     options = {"weight_sync_method": "reload", "sync_weights_every": 2, "max_steps": 4, **changes}
     run(experts_model, tmp_path / "whole", **options)
