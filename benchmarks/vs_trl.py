@@ -242,7 +242,7 @@ def build_model(path: Path, name: str, lengths: str) -> None:
     model.save_pretrained(path)
 
 
-def word_model(path: Path, **shape: int) -> Any:
+def word_model(path: Path, **shape: Any) -> Any:
     """A Llama of random weights with one word per id, whose tokenizer is saved at `path`. shape: of `LlamaConfig`."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers

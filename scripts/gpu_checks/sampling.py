@@ -79,9 +79,9 @@ def keep_graphs(report: Report, dtype: str, static: Any, eager: Any, ref: Any, l
     found = sampled(static, prompts, tokens=32)
     report.facts[f"{dtype}: a call after new weights, s"] = round(time.perf_counter() - start, 3)
     if report.gpu:
-        same = sum(recorded_by(static).get(size) is graph for size, graph in recorded.items())
+        kept = sum(recorded_by(static).get(size) is graph for size, graph in recorded.items())
         report.at_least(f"{dtype}: sizes that were captured", len(recorded), 1)
-        report.at_least(f"{dtype}: of them still there after new weights", same, len(recorded))
+        report.at_least(f"{dtype}: of them still there after new weights", kept, len(recorded))
     if dtype == "float32":  # in bfloat16 roundings soon decide between two words, and all that follow are others
         same = alike(found, sampled(eager, prompts, tokens=32))
         report.at_least("float32: after new weights, tokens as by eager steps", same, 0.9)

@@ -27,7 +27,7 @@ def vllm(report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = random_model(Path(folder) / "model", hidden=256, layers=4, words=1024)
         device, dtype = ("auto", "bfloat16") if report.gpu else ("cpu", "float32")
-        config = ModelConfig(model=path, device=device, max_model_len=256, dtype=dtype)  # type: ignore[arg-type]
+        config = ModelConfig(model=path, device=device, max_model_len=256, dtype=dtype)
         share: dict[str, Any] = {"gpu_memory_utilization": 0.5} if report.gpu else {"vllm_kv_cache_gb": 0.25}
         start = time.perf_counter()
         served = VLLMEngine.create(config, colocate=report.gpu, repeatable_sampling=True, **share)
