@@ -34,14 +34,13 @@ class Collected:
 class Collector:
     """Attempts tasks with a run's source and scores the rollouts.
 
-    Where all rewards look at each rollout by itself, a group is scored as soon as it has ended, while others are still
-    being sampled; else they get all rollouts in one call.
+    early: a group is scored as soon as it has ended, while others are still being sampled, which only rewards that look
+    at each rollout by itself can do; else they get all rollouts in one call.
     """
 
     runner: Runner
     rewards: RewardPool
-    independent: bool
-    """Whether all rewards look at each rollout by itself."""
+    early: bool
 
     @classmethod
     def of(cls, config: OrchestratorConfig, prepared: Prepared, policy: PolicyClient, rewards: RewardPool) -> Collector:
@@ -50,7 +49,7 @@ class Collector:
         setup = SourceSetup(prepared.tokenizer, prepared.encoder, sampling_params(config))
         source = ROLLOUT_SOURCES.get(options.rollout_source).create(setup, **options.rollout_options)
         runner = Runner(source, policy, timeout=options.rollout_timeout, at_once=options.max_concurrent_rollouts)
-        return cls(runner, rewards, prepared.independent_rewards)
+        return cls(runner, rewards, prepared.early_scoring)
 
     async def collect(
         self,
@@ -81,14 +80,14 @@ class Collector:
 
         def ended(group: Group) -> None:
             finished(group)
-            if self.independent:
+            if self.early:
                 beside.append(asyncio.ensure_future(score([group])))
 
         try:
             groups = await self.runner.run(tasks, n, seed=seed, finished=ended)
             generated(groups)
             sampled = perf_counter()
-            if not self.independent:
+            if not self.early:
                 beside.append(asyncio.ensure_future(score(groups)))
             if beside_scoring is not None:
                 beside.append(asyncio.ensure_future(beside_scoring(groups)))

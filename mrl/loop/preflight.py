@@ -19,7 +19,7 @@ from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
 from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
-from mrl.models import context_length, load_config, load_tokenizer
+from mrl.models import context_length, load_config, load_tokenizer, pick_device
 from mrl.rollouts import ROLLOUT_SOURCES, check_source
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.sandbox import SANDBOXES
@@ -47,8 +47,8 @@ class Prepared:
     max_model_len: int
     notices: list[str]
     counts: Counts
-    independent_rewards: bool
-    """Whether every reward looks at each rollout by itself."""
+    early_scoring: bool
+    """Whether a group is scored while others are still being sampled."""
 
 
 @dataclass(frozen=True)
@@ -287,9 +287,18 @@ def _with_model(
     max_model_len = context_length(model_config, config.model.max_model_len)
     for part in (tasks, eval_tasks):
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
-    independent = all(getattr(reward, "independent", False) for reward in rewards.rewards)
     notices = _notices(config, max_model_len)
-    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, independent)
+    early = _can_score_early(config, rewards)
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, early)
+
+
+def _can_score_early(config: OrchestratorConfig, rewards: RewardWorker) -> bool:
+    """Whether rewards may look at a group by itself, and take nothing from who samples meanwhile: a CPU that decodes
+    and tests programs at once does both more slowly than one after the other."""
+    runtime = config.runtime
+    here = BACKENDS.get(runtime.backend).shares_memory and runtime.engine != "vllm-remote"
+    samples_on_cpu = here and pick_device(config.model.device).type == "cpu"
+    return not samples_on_cpu and all(getattr(reward, "independent", False) for reward in rewards.rewards)
 
 
 def check_names(config: OrchestratorConfig) -> None:
