@@ -39,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: some tests wait, for processes that start and for deadlines."""
-    return min(4, len(os.sched_getaffinity(0)) + 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, cores + 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,7 +13,7 @@ from mrl.actor.worker import ActorWorker
 from mrl.config import AlgorithmConfig
 from mrl.types import TrainBatch
 from tests import simulated_device
-from tests.actor.test_worker import make_batch
+from tests.actor.actors import make_batch
 
 LORA = {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
 KINDS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import torch
 
 from mrl.actor.worker import ActorWorker
 from tests import simulated_device
-from tests.actor.test_worker import make_batch
+from tests.actor.actors import make_batch
 from tests.device.cases_actor import LORA, make_actor
 
 assert simulated_device  # torch has the device from here on
