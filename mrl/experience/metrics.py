@@ -42,7 +42,7 @@ def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str
             f"{where}/completion_length_mean": fmean(lengths),
             f"{where}/completion_length_max": float(max(lengths)),
             f"{where}/truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
-            f"{where}/overlong": float(sum(is_overlong(s, config) for r in rollouts for s in r.samples)),
+            f"{where}/overlong": float(sum(is_overlong(r, config) for r in rollouts)),
         }
     return metrics
 
