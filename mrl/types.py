@@ -164,6 +164,9 @@ class Sample:
         return sum(self.mask)
 
 
+TURN_COUNTS = ("turns", "turns_extended", "tool_calls", "tool_errors", "malformed_calls")
+"""What sources of several turns count in `Rollout.metrics`: completions; those whose prompt continued the one before,
+token by token; calls of tools, those that ended with an error, and those that could not be read."""
 RolloutStatus = Literal["ok", "failed"]
 Outcome = Literal["finished", "interrupted", "failed"]
 """How a run ended."""

@@ -89,9 +89,11 @@ def _inputs(scored: list[tuple[int, Rollout]], config: OrchestratorConfig, *, st
     discounted return of the first turn, Σ discount^k r_k."""
     rollouts = [rollout for _, rollout in scored]
     totals = [shaped_reward(rollout) for rollout in rollouts]
-    names = list(rollouts[0].rewards) if rollouts else []
+    # Reward functions first, in their order, the same for all; then what single rollouts brought, with weight 1.
+    names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
     columns = [[_number(rollout.rewards.get(name)) for name in names] for rollout in rollouts]
-    weights = list(config.reward.reward_weights or [1.0] * len(names))
+    weights = list(config.reward.reward_weights or [])
+    weights += [1.0] * (len(names) - len(weights))
     if not names:  # scored where it was made, not by reward functions
         columns, weights = [[_number(rollout.reward)] for rollout in rollouts], [1.0]
     if any(shaping(rollout) for rollout in rollouts):

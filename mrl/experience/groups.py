@@ -24,7 +24,7 @@ def is_overlong(rollout: Rollout, config: OrchestratorConfig) -> bool:
 
 
 def is_trainable(rollout: Rollout, config: OrchestratorConfig) -> bool:
-    """Whether its tokens are trained on, provided that it gets a reward. A rollout is trained on whole or not at all."""
+    """Whether its tokens are trained on, provided that it gets a reward: those of all its samples, or none."""
     if is_overlong(rollout, config) or not rollout.num_tokens:
         return False
     return not (config.algorithm.mask_truncated_completions and rollout.truncated)
@@ -39,7 +39,7 @@ def kept_groups(groups: list[Group], config: OrchestratorConfig) -> list[Group]:
 
 
 def reads_of(config: OrchestratorConfig) -> Reads:
-    """What the configured advantage looks at. With a discount the joined reward depends on when each part was earned."""
+    """What the configured advantage looks at. With a discount it matters when each part of a reward was earned."""
     reads = ADVANTAGES.get(config.algorithm.advantage_type).reads
     return "steps" if reads == "reward" and config.algorithm.discount < 1 else reads
 

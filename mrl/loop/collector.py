@@ -9,8 +9,7 @@ from time import perf_counter
 
 from mrl.config import OrchestratorConfig
 from mrl.loop.preflight import Prepared
-from mrl.loop.spawning import sampling_params
-from mrl.rollouts import ROLLOUT_SOURCES, PolicyClient, SourceSetup
+from mrl.rollouts import PolicyClient
 from mrl.rollouts.runner import Runner
 from mrl.types import Group, Task
 from mrl.workers.reward_pool import RewardPool
@@ -47,9 +46,8 @@ class Collector:
     def of(cls, config: OrchestratorConfig, prepared: Prepared, policy: PolicyClient, rewards: RewardPool) -> Collector:
         """As a run's options say."""
         options = config.rollout
-        setup = SourceSetup(prepared.tokenizer, prepared.encoder, sampling_params(config))
-        source = ROLLOUT_SOURCES.get(options.rollout_source).create(setup, **options.rollout_options)
-        runner = Runner(source, policy, timeout=options.rollout_timeout, at_once=options.max_concurrent_rollouts)
+        timeout, at_once = options.rollout_timeout, options.max_concurrent_rollouts
+        runner = Runner(prepared.source, policy, timeout=timeout, at_once=at_once)
         return cls(runner, rewards, prepared.independent_rewards)
 
     async def collect(

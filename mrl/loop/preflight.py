@@ -20,13 +20,13 @@ from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
 from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
 from mrl.models import context_length, load_config, load_tokenizer
-from mrl.rollouts import ROLLOUT_SOURCES, check_source
+from mrl.rollouts import ROLLOUT_SOURCES, BatchSource, RolloutSource, SourceSetup, TurnLimits, check_source
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.sandbox import SANDBOXES
 from mrl.sync import SYNC_METHODS
 from mrl.system.units import plural, size
 from mrl.tracking import check_trackers
-from mrl.types import Task, derive_seed
+from mrl.types import SamplingParams, Task, derive_seed
 from mrl.workers.reward import RewardWorker
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Prepared:
     counts: Counts
     independent_rewards: bool
     """Whether every reward looks at each rollout by itself."""
+    source: RolloutSource | BatchSource
+    """What makes the rollouts."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def prepare(config: OrchestratorConfig) -> Prepared:
 def _let_source_score(config: OrchestratorConfig) -> None:
     """A source whose rollouts arrive with their reward needs no reward function."""
     source = ROLLOUT_SOURCES.get(config.rollout.rollout_source)
-    if config.reward.reward_funcs is None and getattr(source, "scores", False):
+    scores = getattr(source, "scores", False)
+    if config.reward.reward_funcs is None and (scores(**config.rollout.source_options) if callable(scores) else scores):
         config.reward.reward_funcs = "own"
 
 
@@ -289,7 +292,36 @@ def _with_model(
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
     independent = all(getattr(reward, "independent", False) for reward in rewards.rewards)
     notices = _notices(config, max_model_len)
-    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, independent)
+    setup = SourceSetup(tokenizer, encoder, sampling_params(config), turn_limits(config))
+    made = ROLLOUT_SOURCES.get(config.rollout.rollout_source).create(setup, **config.rollout.source_options)
+    if check := getattr(made, "check_tasks", None):
+        check([*tasks, *eval_tasks])
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, independent, made)
+
+
+def sampling_params(config: OrchestratorConfig) -> SamplingParams:
+    """The run's sampling distribution and limits."""
+    generation = config.generation
+    return SamplingParams(
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        min_p=generation.min_p,
+        max_tokens=config.sampled_tokens,
+        stop=tuple(generation.stop),
+    )
+
+
+def turn_limits(config: OrchestratorConfig) -> TurnLimits:
+    """The run's limits of attempts of several turns."""
+    options = config.rollout
+    return TurnLimits(
+        turns=options.max_turns,
+        turn_tokens=config.generation.max_tokens,
+        rollout_tokens=options.max_rollout_tokens or config.algorithm.max_completion_length,
+        step_seconds=options.step_timeout,
+        rollout_seconds=options.rollout_timeout,
+    )
 
 
 def check_names(config: OrchestratorConfig) -> None:
@@ -302,7 +334,7 @@ def check_names(config: OrchestratorConfig) -> None:
         (SANDBOXES, config.reward.sandbox),
     ):
         registry.get(name)
-    source = check_source(config.rollout.rollout_source, config.rollout.rollout_options)
+    source = check_source(config.rollout.rollout_source, config.rollout.source_options)
     for limit in ("rollout_timeout", "max_concurrent_rollouts"):
         if hasattr(source, "collect") and getattr(config.rollout, limit) is not None:
             raise ConfigError(

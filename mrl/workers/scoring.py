@@ -34,7 +34,7 @@ async def score_groups(rewards: RewardPool, groups: list[Group], state: TrainerS
         if rollout.status == "ok" and rollout.reward is None
     ]
     requests = [
-        RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, task.columns | r.extra, task.id)
+        RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, task.columns | r.extra, task.id, r.rewards)
         for task, r in pending
     ]
     if not requests:
