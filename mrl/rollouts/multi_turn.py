@@ -177,7 +177,7 @@ class _Attempt:
         if given is None:
             raise EnvError(f"no reward within the {self.limits.step_seconds:g} s of step_timeout")
         if self.rewarded:
-            given = {"environment": sum(self.step_rewards)} | given
+            given = {"environment": float(sum(self.step_rewards)), **given}
         prompt, completion = _as_asked(self.task.prompt, first, said)
         counts = {"turns": float(talk.turns), "turns_extended": float(talk.extended)} | self.episode.counts
         return Rollout(

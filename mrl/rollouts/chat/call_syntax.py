@@ -84,7 +84,9 @@ class ObjectCalls:
         return (text, [], [text.strip()]) if len(calls) > 1 and not self.several else (kept, calls, malformed)
 
     def _marked(self, text: str) -> Parsed:
-        kept, calls, malformed, at = "", [], [], 0
+        kept, at = "", 0
+        calls: list[ToolCall] = []
+        malformed: list[str] = []
         while (start := text.find(self.opening, at)) >= 0:
             kept += text[at:start]
             found, end = _json_at(text, start + len(self.opening))
@@ -142,7 +144,9 @@ class NamedCalls:
         return (text, [], [text.strip()]) if len(calls) > 1 and not self.several else (kept, calls, malformed)
 
     def _marked(self, text: str) -> Parsed:
-        kept, calls, malformed, at = "", [], [], 0
+        kept, at = "", 0
+        calls: list[ToolCall] = []
+        malformed: list[str] = []
         while (start := text.find(self.opening, at)) >= 0:
             before = text[at:start].rstrip()
             kept += before.removesuffix(self.section) if self.section and before.endswith(self.section) else before

@@ -86,10 +86,9 @@ class TemplateChat:
 
     def _text(self, messages: list[Message], tools: list[ToolSpec] | None = None, *, prompt: bool = False) -> str:
         try:
+            shown: list[Any] | None = tools or None
             return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False
-                )
+                self.tokenizer.apply_chat_template(messages, tools=shown, add_generation_prompt=prompt, tokenize=False)
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)

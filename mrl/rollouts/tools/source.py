@@ -16,7 +16,7 @@ from mrl.rollouts.base import PolicyClient, SourceSetup
 from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
 from mrl.rollouts.multi_turn import Step, play
 from mrl.rollouts.tools.environments import Environment, Environments, OwnThread
-from mrl.rollouts.tools.functions import Tool, as_text, distinct, found
+from mrl.rollouts.tools.functions import Tool, as_text, described, distinct, found
 from mrl.types import Message, Rollout, Task
 
 
@@ -52,10 +52,15 @@ class ToolSource:
         return all(not inspect.isclass(kind) or hasattr(kind, "get_reward") for kind in kinds)
 
     def check_tasks(self, tasks: list[Task]) -> None:
-        """Raise ConfigError for a task whose environment there is not."""
-        for task in tasks:
-            if self.environments is not None:
-                self.environments.key_of(task.columns)
+        """Raise ConfigError for a task whose environment there is not, DataError for one that lacks a column that its
+        `reset` needs."""
+        for task in tasks if self.environments is not None else []:
+            assert self.environments is not None
+            reset = self.environments.free[self.environments.key_of(task.columns)][0].instance.reset
+            try:
+                inspect.signature(reset).bind(**accepted(reset, self._columns(task)))
+            except TypeError as error:
+                raise DataError(f"task {task.id!r}: {described(reset)} {error} among the dataset's columns") from None
 
     async def run(self, task: Task, attempt: int, policy: PolicyClient, seed: int) -> Rollout:
         """One attempt."""
@@ -70,14 +75,18 @@ class ToolSource:
         environment = await self.environments.take(key)
         usable = False
         try:
-            hidden = {"environment"} if self.environments.by_column else set()
-            columns = {name: value for name, value in task.columns.items() if name not in hidden}
-            episode = ToolEpisode(self.setup, task, environment, {"prompt": task.prompt} | columns)
+            episode = ToolEpisode(self.setup, task, environment, self._columns(task))
             rollout = await play(episode, self.chat, self.setup, task, attempt, policy, seed)
             usable = rollout.limit not in ("step_timeout", "rollout_timeout")
             return rollout
         finally:
             self.environments.give_back(key, environment, usable=usable)
+
+    def _columns(self, task: Task) -> dict[str, Any]:
+        """What `reset` gets: the whole row, but for the column that selects the environment."""
+        by_column = self.environments is not None and self.environments.by_column
+        hidden = {"environment"} if by_column else set()
+        return {"prompt": task.prompt} | {name: value for name, value in task.columns.items() if name not in hidden}
 
 
 class ToolEpisode:
@@ -96,7 +105,7 @@ class ToolEpisode:
         if self.columns is None:
             return messages
         reset = self.environment.instance.reset
-        observation = await self.environment.call(reset, **self.columns)
+        observation = await self.environment.call(reset, **accepted(reset, self.columns))
         if observation is None:
             return messages
         if not isinstance(observation, str | list):
@@ -153,6 +162,14 @@ class ToolEpisode:
             self.counts["tool_errors"] += 1
             return str({"error": str(error)})
         return as_text(result, tool.function)
+
+
+def accepted(function: Any, columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns that it takes: all, with `**columns` among its parameters."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return columns
+    return {name: value for name, value in columns.items() if name in parameters}
 
 
 def _message(call: ToolCall, text: str) -> Message:
