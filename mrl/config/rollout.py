@@ -47,8 +47,6 @@ class RolloutConfig(Section):
             self.rollout_source = "tools"
         if given and self.rollout_source != "tools":
             raise ConfigError(f"{given[0]}: rollout_source {self.rollout_source} takes none; leave one of the two out")
-        if self.rollout_source == "tools" and not given:
-            raise ConfigError("rollout_source: tools needs tools or environment_factory")
         if self.rollout_source == "single_turn" and (useless := changed_options(self, LIMITS)):
             raise ConfigError(
                 f"{useless[0]} has an effect only in attempts of several turns, and rollout_source single_turn makes "

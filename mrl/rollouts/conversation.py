@@ -107,7 +107,7 @@ class Conversation:
         self._tracks[-1].add_sampled(completion)
         self.turns += 1
         turn = self.chat.parse(completion.token_ids, prompt, self.tools)
-        closed = completion.finish_reason == "stop" and completion.token_ids[-1] in self.chat.stop_token_ids
+        closed = completion.finish_reason == "stop" and self.chat.closes(completion.token_ids[-1])
         self._past = Past(list(self.messages), prompt, list(completion.token_ids), turn, closed, self.tools)
         self.messages.append(turn.message)
         self._new, self._next = [], None

@@ -71,6 +71,10 @@ class ChatFormat(Protocol):
     takes_tools: bool
     """Whether it writes calls of tools in a way that can be read back."""
 
+    def closes(self, token_id: int) -> bool:
+        """Whether a completion that ends with this token has ended its turn: these, and other special tokens."""
+        ...
+
     def render(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of a prompt that the assistant continues. Raises DataError for messages that the template refuses."""
         ...

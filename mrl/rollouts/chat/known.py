@@ -88,6 +88,10 @@ class KnownChat:
         self.renderer, self.template = renderer, template
         self.stop_token_ids = tuple(sorted({*renderer.get_stop_token_ids(), *template.stop_token_ids}))
 
+    def closes(self, token_id: int) -> bool:
+        """Whether the token ends a turn where it is the last."""
+        return token_id in self.stop_token_ids or self.template.closes(token_id)
+
     def render(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of a prompt that the assistant continues."""
         return self.template.render(messages, tools)

@@ -44,6 +44,10 @@ class TemplateChat:
         self.calls: CallSyntax | None = derive_call_syntax(self._text, self.turn_end)
         self.takes_tools = self.calls is not None
 
+    def closes(self, token_id: int) -> bool:
+        """Whether the token ends a turn where it is the last."""
+        return token_id in self.special or token_id in self.stop_token_ids
+
     def render(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of a prompt that the assistant continues."""
         return self._ids(self._text(messages, tools, prompt=True))
@@ -73,7 +77,7 @@ class TemplateChat:
 
     def parse(self, completion_ids: list[int], prompt_ids: list[int], tools: list[ToolSpec]) -> AssistantTurn:
         """What a completion says."""
-        if completion_ids and completion_ids[-1] in self.special.union(self.stop_token_ids):
+        if completion_ids and self.closes(completion_ids[-1]):
             completion_ids = completion_ids[:-1]
         text = self._decode(completion_ids)
         reasoning, text, still = self._split_thinking(text, self._decode(prompt_ids[-_PROMPT_END:]))

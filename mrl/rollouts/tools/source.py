@@ -37,6 +37,8 @@ class ToolSource:
 
     @classmethod
     def create(cls, setup: SourceSetup, *, tools: Any = None, environment_factory: Any = None) -> Self:
+        if tools is None and environment_factory is None:
+            raise ConfigError("rollout_source: tools needs tools or environment_factory")
         given = [] if tools is None else list(tools) if isinstance(tools, list | tuple) else [tools]
         made = [Tool.of(found(one, "tools")) for one in given]
         environments = None if environment_factory is None else Environments(environment_factory, made)
@@ -50,6 +52,10 @@ class ToolSource:
         made = environment_factory if isinstance(environment_factory, dict) else {None: environment_factory}
         kinds = [found(one, "environment_factory") for one in made.values()]
         return all(not inspect.isclass(kind) or hasattr(kind, "get_reward") for kind in kinds)
+
+    def gives_rewards(self) -> bool:
+        """Whether every environment does, as far as an instance of each shows."""
+        return self.environments is not None and self.environments.scores()
 
     def check_tasks(self, tasks: list[Task]) -> None:
         """Raise ConfigError for a task whose environment there is not, DataError for one that lacks a column that its
