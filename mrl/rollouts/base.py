@@ -66,9 +66,9 @@ class RolloutSource(Protocol):
     """Implemented by one file per kind of experience in this package.
 
     Optional attributes: `scores = True` where its rollouts arrive with their reward, so that a run needs no reward
-    function (a method, if that depends on the source's options, which it then gets); `gives_rewards()` says of an object
-    whether it really does. A rollout that has a reward is not scored again; parts in `Rollout.rewards` are added to what
-    reward functions give. `keeps_time = True` where it ends attempts at their limits itself
+    function (a method, if that depends on the source's options, which it then gets); `gives_rewards()` says of an
+    object whether it really does. A rollout that has a reward is not scored again; parts in `Rollout.rewards` are added
+    to what reward functions give. `keeps_time = True` where it ends attempts at their limits itself
     (`mrl.rollouts.multi_turn`), so that `rollout_timeout` does not fail them.
     """
 
