@@ -87,7 +87,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     )
     for part in (tasks, eval_tasks):
         if part:
-            check_rewards(rewards, part)
+            check_rewards(rewards, part, config)
     counts = Counts(taken_of(len(tasks), all_tasks), taken_of(len(eval_tasks), all_eval_tasks))
     prepared = _with_model(config, tasks, eval_tasks, counts, rewards)
     if colocated:
@@ -152,7 +152,7 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
-    check_rewards(rewards, tasks)
+    check_rewards(rewards, tasks, config)
     if by is not None:
         require_columns(tasks, [by], "by: breaking the results down")
     return _with_model(config, tasks, [], Counts(taken_of(len(tasks), all_tasks), "0"), rewards)
@@ -186,9 +186,10 @@ def colocated_places(config: OrchestratorConfig) -> list[int]:
     return [place for place, own in enumerate(gpus) if actor in own]
 
 
-def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:
+def check_rewards(rewards: RewardWorker, tasks: list[Task], config: OrchestratorConfig) -> None:
     """Raise RewardError or DataError when a reward cannot score these tasks."""
-    rewards.check_columns(list(tasks[0].columns))
+    looks = config.rollout.environment_factory is not None and BACKENDS.get(config.runtime.backend).shares_memory
+    rewards.check_columns([*tasks[0].columns, *(["environments"] if looks else [])])
     rewards.check_rows([(task.id, task.columns) for task in tasks])
 
 

@@ -103,6 +103,22 @@ def test_rewards_of_functions_and_of_the_environment_are_added(guesser: str, tmp
     assert seen[-1]["completion"][0]["role"] == "assistant"
 
 
+def test_reward_functions_look_at_environments(guesser: str, tmp_path: Path) -> None:
+    """Each at its own rollout's, which serves no other attempt before."""
+    seen: list[Guess] = []
+
+    def guesses(completions: list[Any], environments: list[Guess], secret: list[int]) -> list[float]:
+        results = [sum(m["role"] == "tool" for m in completion) for completion in completions]
+        assert [environment.guesses for environment in environments] == results
+        assert [environment.secret for environment in environments] == secret
+        seen.extend(environments)
+        return [float(environment.guesses) for environment in environments]
+
+    small_runs.run(guesser, tmp_path / "r", **options(reward_funcs=guesses))
+    assert all(row["rewards"]["guesses"] == row["metrics"]["tool_calls"] for row in rollouts(tmp_path / "r"))
+    assert len({id(environment) for environment in seen}) < len(seen) == 12, "instances are used again"
+
+
 def test_tools_alone_need_a_reward_function(guesser: str, tmp_path: Path) -> None:
     def calls(completions: list[Any], **_: Any) -> list[float]:
         return [float(sum(m["role"] == "tool" for m in completion)) for completion in completions]

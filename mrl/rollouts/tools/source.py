@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable
 from typing import Any, Self
 
 from mrl.errors import ConfigError, DataError, EnvError
@@ -28,6 +29,8 @@ class ToolSource:
     def __init__(self, setup: SourceSetup, tools: dict[str, Tool], environments: Environments | None) -> None:
         self.setup, self.tools, self.environments = setup, tools, environments
         self.chat = chat_format(setup.tokenizer)
+        self._kept: dict[int, tuple[str | None, Environment, bool]] | None = None
+        """By `id` of the rollout; None = nobody looks at them."""
         offered = [tools] + [one.tools for free in environments.free.values() for one in free] if environments else []
         if any(offered or [tools]) and not self.chat.takes_tools:
             raise ConfigError(
@@ -79,14 +82,33 @@ class ToolSource:
                 thread.end()
         key = self.environments.key_of(task.columns)
         environment = await self.environments.take(key)
-        usable = False
+        usable = kept = False
         try:
             episode = ToolEpisode(self.setup, task, environment, self._columns(task))
             rollout = await play(episode, self.chat, self.setup, task, attempt, policy, seed)
             usable = rollout.limit not in ("step_timeout", "rollout_timeout")
+            if self._kept is not None:
+                self._kept[id(rollout)], kept = (key, environment, usable), True
             return rollout
         finally:
-            self.environments.give_back(key, environment, usable=usable)
+            if not kept:
+                self.environments.give_back(key, environment, usable=usable)
+
+    def keep_environments(self) -> tuple[Callable[[Rollout], Any], Callable[[Rollout], None]]:
+        """From now on an environment serves no other attempt until its rollout was scored, so that reward functions may
+        look at it. Returns what gives the instance of a rollout, and what is to be told that it was scored."""
+        self._kept = kept = {}
+
+        def environment_of(rollout: Rollout) -> Any:
+            held = kept.get(id(rollout))
+            return None if held is None else held[1].instance
+
+        def scored(rollout: Rollout) -> None:
+            held = kept.pop(id(rollout), None)
+            if held is not None and self.environments is not None:
+                self.environments.give_back(held[0], held[1], usable=held[2])
+
+        return environment_of, scored
 
     def _columns(self, task: Task) -> dict[str, Any]:
         """What `reset` gets: the whole row, but for the column that selects the environment."""
