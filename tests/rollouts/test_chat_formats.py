@@ -142,6 +142,14 @@ def test_calls_that_cannot_be_read_are_counted(style: str, damage: str) -> None:
         assert (len(both.tool_calls), len(both.malformed)) == (1, 1)
 
 
+@pytest.mark.parametrize("style", WITH_TOOLS)
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 3000 + "]" * 3000, "[" * 200_000])
+def test_calls_that_python_cannot_read_are_malformed_too(style: str, value: str) -> None:
+    before, inner, after = STYLES[style].calls
+    said = parse(style, before + inner % ("look_up", '{"word": ' + value + "}") + after)
+    assert (len(said.tool_calls), len(said.malformed)) == (0, 1)
+
+
 def test_arguments_that_are_json_in_a_string_are_taken() -> None:
     text = "<tool_call>\n" + json.dumps({"name": "look_up", "arguments": '{"word": "sea"}'}) + "\n</tool_call>"
     for style in ("chatml", "thinking"):

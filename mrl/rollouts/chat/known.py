@@ -112,7 +112,10 @@ class KnownChat:
 
     def parse(self, completion_ids: list[int], prompt_ids: list[int], tools: list[ToolSpec]) -> AssistantTurn:
         """What a completion says."""
-        parsed = self.renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        try:
+            parsed = self.renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        except (ValueError, RecursionError):  # e.g. a number of more digits than Python reads
+            return self.template.parse(completion_ids, prompt_ids, tools)
         calls: list[ToolCall] = []
         malformed: list[str] = []
         for call in parsed.tool_calls if tools else []:
