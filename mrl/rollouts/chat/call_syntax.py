@@ -209,9 +209,8 @@ def _derive_objects(one: str, two: str | None) -> ObjectCalls | None:
         if before.endswith("["):
             opening, closing = before.removesuffix("[").strip(), after.removeprefix("]").strip()
             return ObjectCalls(opening, closing, names[0], arguments[0], listed=True, several=two is not None)
-        if (
-            two is not None and before and one[start:end] in two
-        ):  # what the first call has before it and the second has not is no part of a call
+        if two is not None and before and one[start:end] in two:
+            # What the first call has before it and the second has not is no part of a call.
             between = two[_json_at(two, two.index(one[start:end]))[1] : two.index(_NAMES[1])]
             before = _common(before[::-1], between[: between.rindex("{")].strip()[::-1])[::-1].strip()
         return ObjectCalls(before, after, names[0], arguments[0], listed=False, several=two is not None)
