@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _USER: Message = {"role": "user", "content": "zqask"}
+_NEXT: Message = {"role": "user", "content": "zqnext"}
 _SAID, _THOUGHT = "zqsaid", "zqthought"
 _TAG = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])$")
 """What opens a block of thinking."""
@@ -36,8 +37,11 @@ class TemplateChat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.special = set(tokenizer.all_special_ids)
-        self.turn_end = self._text([_USER, {"role": "assistant", "content": _SAID}]).rpartition(_SAID)[2]
-        self.end_token = self._first_special(self.turn_end)
+        said: Message = {"role": "assistant", "content": _SAID}
+        _, written, self.turn_end = self._text([_USER, said]).rpartition(_SAID)
+        if not written:
+            raise DataError("the chat template does not write what an assistant says as text")
+        self.end_token = self._end_between([_USER, said, _NEXT]) or self._first_special(self.turn_end)
         ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(self.end_token) if self.end_token else None]
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({end for end in ends if isinstance(end, int)}))
         self.thinking = self._thinking_tags()
@@ -71,8 +75,8 @@ class TemplateChat:
             return None
         if not past.turn.still_thinking:
             tail = tail.removeprefix(closing)
-        if past.closed and self.end_token and self.end_token in tail:
-            tail = tail.partition(self.end_token)[2]
+        if past.closed:
+            tail = self._after_end(tail, self._decode(past.completion_ids[-1:]))
         return self._ids_after(mark, tail) or None
 
     def parse(self, completion_ids: list[int], prompt_ids: list[int], tools: list[ToolSpec]) -> AssistantTurn:
@@ -119,6 +123,25 @@ class TemplateChat:
         """The special token that stands first in it; "" without one."""
         found = [(text.find(token), -len(token), token) for token in self.tokenizer.all_special_tokens if token in text]
         return min(found)[2] if found else ""
+
+    def _end_between(self, messages: list[Message]) -> str:
+        """The special token that ends an assistant's turn only where another message follows; "" where what follows
+        begins with the only one."""
+        try:
+            between = self._text(messages).partition(_SAID)[2].partition(str(messages[-1]["content"]))[0]
+        except DataError:
+            return ""
+        first = self._first_special(between)
+        return first if self._first_special(between.partition(first)[2]) else ""
+
+    def _after_end(self, tail: str, sampled: str) -> str:
+        """What follows the end of a turn, which the completion has itself: the last token that was `sampled`."""
+        ending = self.turn_end[: self.turn_end.find(sampled) + len(sampled)] if sampled in self.turn_end else sampled
+        if tail.startswith(ending):
+            return tail.removeprefix(ending)
+        # It ended with another one of the model's tokens for this, which stands for the template's.
+        first = self._first_special(tail)
+        return tail.partition(first)[2] if first and first == self.end_token else tail
 
     def _thinking_tags(self) -> tuple[str, str] | None:
         """What opens and closes thinking, where the template treats it apart from what is said."""
