@@ -130,7 +130,7 @@ def test_tools_alone_need_a_reward_function(guesser: str, tmp_path: Path) -> Non
     assert set(errors) == {"{'error': 'Tool guess not found.'}"}
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "queue"])
+@pytest.mark.parametrize("mode", [pytest.param("pipeline", marks=pytest.mark.slow), "queue"])
 def test_environments_in_every_order_of_work(mode: str, guesser: str, tmp_path: Path) -> None:
     result = small_runs.run(guesser, tmp_path / "r", **options(async_mode=mode, weight_sync_method="reload"))
     assert result.status == "finished"
