@@ -70,9 +70,7 @@ class Record:
         self.prompts += prompts
         self.completions += completions
         self.arguments |= set(rest)
-        assert all(
-            environment.secret == secret for environment, secret in zip(environments, rest["secret"], strict=True)
-        )
+        assert [environment.secret for environment in environments] == rest["secret"]
         for message in (message for completion in completions for message in completion if message["role"] == "tool"):
             self.results.setdefault(message["name"], set()).add(message["content"])
         return [len(completion) / 10 for completion in completions]
