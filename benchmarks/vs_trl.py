@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS = 8, 8, 32
+LAYERS = {"intermediate_size": 512, "num_hidden_layers": 4, "num_key_value_heads": 2}
 MODELS = {
-    "1 M": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "heads": 4},
-    "30 M": {"vocab_size": 151_936, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "heads": 6},
+    "1 M": {"vocab_size": 1024, "hidden_size": 128, "num_attention_heads": 4, **LAYERS},
+    "30 M": {"vocab_size": 151_936, "hidden_size": 192, "num_attention_heads": 6, **LAYERS},
 }
 LIMITS = {"1 M": 128, "30 M": 64}
 """Longest completion. A fifth of it is the mean where completions end by themselves."""
@@ -163,7 +164,13 @@ def run_child(spec: dict[str, Any]) -> None:
     steps = spec["steps"] + 2
     words = [f"w{i}" for i in range(100, 900)]
     prompts = [" ".join(words[(37 * row + 11 * i) % 800] for i in range(PROMPT_TOKENS)) for row in range(64)]
-    (train_mrl if spec["side"] == "mrl" else train_trl)(spec, reward, prompts, steps)
+    if spec["side"] == "mrl":
+        train_mrl(spec, reward, prompts, steps)
+    else:
+        sizes = {"per_device_train_batch_size": PROMPTS * GENERATIONS, "num_generations": GENERATIONS}
+        sizes |= {"max_steps": steps, "max_completion_length": spec["limit"]}
+        where = f"{spec['out']}-{os.getpid()}"
+        train_trl(spec["path"], where, reward, prompts, use_cpu=True, bf16=False, **sizes, **SIDES[spec["side"]])
     print(json.dumps(reward.calls))
 
 
@@ -190,65 +197,41 @@ def train_mrl(spec: dict[str, Any], reward: Reward, prompts: list[str], steps: i
     ).train()
 
 
-def train_trl(spec: dict[str, Any], reward: Reward, prompts: list[str], steps: int) -> None:
+def train_trl(path: str, where: str, reward: Any, prompts: list[str], **options: Any) -> None:
+    """TRL's trainer, set to do what mrl does in `train_mrl`. options: of `GRPOConfig`, sizes and device."""
     import contextlib
 
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=f"{spec['out']}-{os.getpid()}",
-        max_steps=steps,
-        per_device_train_batch_size=PROMPTS * GENERATIONS,
-        num_generations=GENERATIONS,
-        max_completion_length=spec["limit"],
+        output_dir=where,
         learning_rate=1e-6,
         loss_type="dapo",
         temperature=1.0,
         top_p=1.0,
         top_k=0,
-        bf16=False,
-        use_cpu=True,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
-        **SIDES[spec["side"]],
+        **options,
     )
     dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     with contextlib.redirect_stdout(sys.stderr):
-        GRPOTrainer(model=spec["path"], reward_funcs=reward, args=config, train_dataset=dataset).train()
+        GRPOTrainer(model=path, reward_funcs=reward, args=config, train_dataset=dataset).train()
 
 
 # --- models ---------------------------------------------------------------------------------------------
 
 
 def build_model(path: Path, name: str, lengths: str) -> None:
-    """Random weights and one word per id. The end token is as likely as the wanted lengths need."""
+    """Random weights. The end token is as likely as the wanted lengths need."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    shape = MODELS[name]
-    size = shape["vocab_size"]
-    vocabulary = {"<end>": 0, "<pad>": 1, "<unknown>": 2} | {f"w{i}": i for i in range(3, size)}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>").save_pretrained(path)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{key: value for key, value in shape.items() if key != "heads"},
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        pad_token_id=1,
-        bos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    model = word_model(path, **MODELS[name])
     embedding = model.get_input_embeddings().weight.data
     embedding[:, 0] = 1.0  # so that the first number of every hidden state is large, and the end as likely everywhere
-    probe = torch.randint(3, size, (4, 64))
+    probe = torch.randint(3, len(embedding), (4, 64))
     low, high = -20.0, 20.0
     wanted = 5 / LIMITS[name] if lengths == "tail" else 1e-7
     for _ in range(20):
@@ -257,6 +240,28 @@ def build_model(path: Path, name: str, lengths: str) -> None:
             rate = torch.softmax(model(probe).logits, -1)[..., 0].mean().item()
         low, high = (low, middle) if rate > wanted else (middle, high)
     model.save_pretrained(path)
+
+
+def word_model(path: Path, **shape: Any) -> Any:
+    """A Llama of random weights with one word per id, whose tokenizer is saved at `path`. shape: of `LlamaConfig`."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {"<end>": 0, "<pad>": 1, "<unknown>": 2} | {f"w{i}": i for i in range(3, shape["vocab_size"])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **shape,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
 
 
 if __name__ == "__main__":

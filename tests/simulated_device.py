@@ -17,7 +17,7 @@ torch's experimental Python backend for the PrivateUse1 device (torch 2.13).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -181,75 +181,77 @@ class SimTensor(torch.Tensor):
 
 
 aten = torch.ops.aten
-_COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
-_INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
-_SIZED_BY_DATA = {
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten._unique2.default,
-    aten.unique_consecutive.default,
-    aten.unique_dim.default,
-    aten.repeat_interleave.Tensor,
-    aten.equal.default,
-    aten._local_scalar_dense.default,
+_KINDS: dict[Any, str] = {
+    **dict.fromkeys((aten._to_copy.default, aten.copy_.default, aten._copy_from.default), "copy"),
+    **dict.fromkeys((aten.index.Tensor, aten.index_put.default), "indexing"),
+    **dict.fromkeys((aten.index_put_.default, aten._index_put_impl_.default), "indexing"),
+    # Their result's shape, or a number for Python, depends on the data.
+    **dict.fromkeys(
+        (
+            *(aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten._local_scalar_dense.default),
+            *(aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default),
+            aten.repeat_interleave.Tensor,
+        ),
+        "sized by data",
+    ),
+    # Products of narrow factors that come out in float32.
+    **dict.fromkeys((aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out), "widening"),
 }
-"""Their result's shape, or a number for Python, depends on the data."""
-
-
-def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A product of narrow factors that comes out in float32, as CUDA has it; the CPU widens the factors."""
-    *factors, dtype = args
-    given = [x.to(dtype) for x in factors]
-    return getattr(func.overloadpacket, "out" if "out" in kwargs else "default"), given, kwargs
-
-
-_WIDENING = {aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out}
+"""Operations that are not like others. One look-up for each operation: to hash one takes Python's time."""
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    if func in _WIDENING:
-        func, args, kwargs = _widened(func, args, kwargs)
+    kind = _KINDS.get(func)
+    if kind == "widening":  # as CUDA has them; the CPU widens the factors
+        *factors, dtype = args
+        args = [x.to(dtype) for x in factors]
+        func = getattr(func.overloadpacket, "out" if "out" in kwargs else "default")
     tensors: list[torch.Tensor] = []
-    _map(lambda x: tensors.append(x), (args, kwargs))
-    sims = [x for x in tensors if isinstance(x, SimTensor)]
-    if sims and func not in _COPIES | _INDEXING:
+    raw_args, raw_kwargs = _raw(args, tensors), dict(zip(kwargs, _raw(kwargs.values(), tensors), strict=True))
+    sims = [x for x in tensors if type(x) is SimTensor]
+    if sims and kind not in ("copy", "indexing"):
         for x in tensors:
-            if not isinstance(x, SimTensor) and x.dim() > 0:
+            if type(x) is not SimTensor and x.dim() > 0:
                 raise RuntimeError(f"{func}: tensors on sim:0 and on {x.device} (shape {tuple(x.shape)})")
-    if sims:
-        _count(func, args, kwargs, tensors)
+    if sims and kind is not None:
+        _count(func, kind, args, kwargs)
     target = kwargs.get("device")
-    to_host = bool(sims) and (
-        (target is not None and torch.device(target).type == "cpu")
-        or (func is aten.copy_.default and not isinstance(args[0], SimTensor))
-    )
-    non_blocking = kwargs.get("non_blocking", func is aten.copy_.default and len(args) > 2 and args[2])
-    if func in _COPIES and (_current is not _main or (to_host and non_blocking)):
-        return _copy_late(func, args, kwargs, to_host=to_host)
-    args, kwargs = _raw((args, dict(kwargs)))
+    onto = type(args[0]) is SimTensor if func is aten.copy_.default else True
+    to_host = bool(sims) and ((target is not None and torch.device(target).type == "cpu") or not onto)
+    if kind == "copy":
+        non_blocking = kwargs.get("non_blocking", func is aten.copy_.default and len(args) > 2 and args[2])
+        if _current is not _main or (to_host and non_blocking):
+            return _copy_late(func, args, kwargs, to_host=to_host)
     if target is not None:
-        kwargs["device"] = torch.device("cpu")
-        if func is aten._to_copy.default and sims and to_host and not kwargs.get("dtype"):
-            kwargs["dtype"] = args[0].dtype
-    result = func(*args, **kwargs)
-    if target is not None:
-        to_sim = torch.device(target).type == "sim"
-    else:
-        to_sim = bool(sims) and (func is not aten.copy_.default or args[0] is sims[0].raw)
+        raw_kwargs["device"] = torch.device("cpu")
+        if func is aten._to_copy.default and to_host and not kwargs.get("dtype"):
+            raw_kwargs["dtype"] = raw_args[0].dtype
+    result = func(*raw_args, **raw_kwargs)
+    to_sim = bool(sims) and onto if target is None else torch.device(target).type == "sim"
     known = {id(x.raw): x for x in sims}
 
     def wrap(x: torch.Tensor) -> torch.Tensor:
-        if isinstance(x, SimTensor):
-            return x
         if id(x) in known:
             return known[id(x)]
-        return SimTensor(x) if to_sim else x
+        return SimTensor(x) if to_sim and type(x) is not SimTensor else x
 
     return _map(wrap, result)
 
 
-def _raw(tree: Any) -> Any:
-    return _map(lambda x: x.raw if isinstance(x, SimTensor) else x, tree)
+def _raw(trees: Iterable[Any], tensors: list[torch.Tensor]) -> list[Any]:
+    """The same with what tensors of the device hold; `tensors` gets those that were there."""
+    found = []
+    for tree in trees:
+        kind = type(tree)
+        if kind is SimTensor:
+            tensors.append(tree)
+            tree = tree.raw
+        elif kind is list or kind is tuple:
+            tree = kind(_raw(tree, tensors))
+        elif isinstance(tree, torch.Tensor):
+            tensors.append(tree)
+        found.append(tree)
+    return found
 
 
 def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -263,11 +265,11 @@ def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def _count(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+def _count(func: Any, kind: str, args: Any, kwargs: Any) -> None:
     """Whether the host waits for this operation, which has a tensor of the device."""
-    if func in _SIZED_BY_DATA:
+    if kind == "sized by data":
         _waits[str(func)] += 1
-    elif func in _INDEXING:
+    elif kind == "indexing":
         indices = [x for x in args[1] if x is not None]
         scalar = func is not aten.index.Tensor and args[2].numel() == 1  # becomes a masked_fill
         if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not scalar:
@@ -292,7 +294,7 @@ def _copy_late(func: Any, args: Any, kwargs: Any, *, to_host: bool) -> Any:
         target = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype)
         if not to_host:
             target = SimTensor(target)
-    into, given = _raw(target).detach(), _raw(source).detach()
+    into, given = (x.detach() for x in _raw((target, source), []))
     if to_host:
         into.fill_(float("nan") if into.is_floating_point() else into.dtype != torch.bool and -1)
     if _current is _main:  # in the order of the stream: what is written there later comes later

@@ -61,7 +61,10 @@ def test_two_rewards(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPat
     assert "train/kl" in metrics
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("transformers", marks=pytest.mark.slow), pytest.param("vllm", marks=pytest.mark.vllm)],
+)
 def test_async_vllm(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.chdir(folder / "examples")
     memory = ["--vllm-kv-cache-gb", "0.5"] if engine == "vllm" else []
@@ -72,6 +75,7 @@ def test_async_vllm(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatc
     assert metrics["sync/policy_version"] == 4
 
 
+@pytest.mark.slow
 def test_custom_loss(folder: Path, capsys: Output) -> None:
     out = script("examples/custom_loss.py", capsys)
     largest = float(out.rpartition("ratio up to ")[2])
@@ -80,6 +84,7 @@ def test_custom_loss(folder: Path, capsys: Output) -> None:
     assert len(lines) < 30
 
 
+@pytest.mark.slow
 def test_tasks_with_test_cases(folder: Path, capsys: Output) -> None:
     out = mrl(capsys, "eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json")
     report = json.loads(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,21 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_check.py"
-spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-gpu_check: Any = importlib.util.module_from_spec(spec)
-sys.modules["gpu_check"] = gpu_check
-spec.loader.exec_module(gpu_check)
+from mrl.engines.transformers.model import CausalLM
+from mrl.engines.transformers.static_step import StaticStep
+from tests.engines.transformers.test_static_step import Traces
 
-ON_CPU = [name for name in gpu_check.PARTS if name not in ("train_offload", "train_liger", "vllm", "colocate")]
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.append(str(SCRIPTS))
+
+import gpu_check  # noqa: E402
+from gpu_checks.measuring import host_waits  # noqa: E402
+from gpu_checks.report import Report, Skip, lines_of, tried  # noqa: E402
+
+NEED_MORE = ("train_offload", "train_liger", "waits", "vllm", "colocate", "trl")
+"""A GPU, or packages that need not be installed."""
 TRIED_ELSEWHERE = ("train_compiled",)
 """Compiling takes a minute."""
+NOT_SHOWN = ("products", "graphs", "micro_batches")
+"""They tell what they could find out on a GPU only."""
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=900)
 
 
@@ -40,23 +45,36 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "report.json").exists()
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("scratch"))
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_on_a_cpu_what_can_run_is_right(tmp_path: Path) -> None:
-    parts = [name for name in gpu_check.PARTS if name not in TRIED_ELSEWHERE]
-    done = run("--device", "cpu", "--out", str(tmp_path / "report.json"), "--parts", *parts)
+@pytest.mark.parametrize("name", [name for name in gpu_check.PARTS if name not in TRIED_ELSEWHERE])
+def test_on_a_cpu_what_can_run_is_right(name: str, scratch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_CHECK_SCRATCH", scratch)
+    found = tried(gpu_check.part(name), "cpu")
+    may = {"right", "skipped"} if name in NEED_MORE else {"right"}
+    assert found["outcome"] in may, "\n".join(lines_of(name, found | {"seconds": 0.0}))
+    assert ("not shown on a CPU" in found["facts"]) == (name in NOT_SHOWN)
+    if found["outcome"] == "right" and name not in ("machine", "micro_batches", "trl"):
+        assert found["checks"]
+    if name == "train_full":
+        assert found["facts"]["nats per token that the updates moved"] > 0.01
+
+
+@pytest.mark.slow
+def test_a_part_runs_in_a_process_of_its_own_and_is_told_and_written_down(tmp_path: Path) -> None:
+    done = run("--device", "cpu", "--out", str(tmp_path / "report.json"), "--parts", "machine")
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    outcomes = {name: part["outcome"] for name, part in report["parts"].items()}
-    assert {name for name in outcomes if outcomes[name] == "right"} >= set(ON_CPU) - {*TRIED_ELSEWHERE, "trl"}
-    assert set(outcomes.values()) <= {"right", "skipped"}
-    checked = [check["what"] for part in report["parts"].values() for check in part["checks"]]
-    assert len(checked) > 20
-    assert report["parts"]["train_full"]["facts"]["nats per token that the updates moved"] > 0.01
-    for name in parts:
-        assert f"\n{name}: " in done.stdout
+    part = json.loads((tmp_path / "report.json").read_text())["parts"]["machine"]
+    assert (part["outcome"], part["facts"]["torch"]) == ("right", torch.__version__)
+    assert "\nmachine: RIGHT (" in done.stdout
+    assert f"\n    torch: {torch.__version__}\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_dies_or_hangs_is_named_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +102,49 @@ def test_a_part_that_fails_dies_or_hangs_is_named_and_the_others_go_on(
     assert "Not: logprobs, decode" in printed
 
 
-def test_wrong_numbers_errors_and_graphs_that_were_not_captured_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_counted_by_line_and_other_warnings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own warnings are made here, there being no GPU to make it warn."""
+    mode: list[str | int] = [0]
+
+    def set_mode(to: str | int) -> None:
+        mode.append(to)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings(record=True) as kept:
+        warnings.simplefilter("always")
+        with host_waits() as found:
+            assert mode[-1] == "warn"
+            for _ in range(3):
+                warnings.warn_explicit("called a synchronizing CUDA operation (Triggered …)", UserWarning, "/a/b.py", 7)
+            warnings.warn_explicit("something else", UserWarning, "/a/c.py", 8)
+    assert mode[-1] == 0
+    assert found == {"b.py:7": 3}
+    assert [str(one.message) for one in kept] == ["something else"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_graphs_that_are_not_kept_through_new_weights_are_told(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With traces in the place of CUDA graphs."""
+    traces, clear = Traces(), StaticStep.clear
+
+    def forget(step: StaticStep) -> None:
+        step.recorded = {}
+        clear(step)
+
+    monkeypatch.setattr(CausalLM, "new_recorder", lambda self: traces)
+    monkeypatch.setattr(Report, "gpu", True)
+    if not kept:
+        monkeypatch.setattr(StaticStep, "clear", forget)
+    report = Report("cpu")
+    gpu_check.part("graphs")(report)
+    wrong = [check["what"] for check in report.checks if not check["ok"]]
+    what = "of them still there after new weights"
+    assert wrong == ([] if kept else [f"float32: {what}", f"bfloat16: {what}"])
+
+
+def test_wrong_numbers_errors_and_graphs_that_were_not_captured_count() -> None:
     def wrong(report: Any) -> None:
         """Finds no number."""
         report.at_most("apart", float("nan"), 1.0)
@@ -95,7 +155,7 @@ def test_wrong_numbers_errors_and_graphs_that_were_not_captured_count(monkeypatc
 
     def skips(report: Any) -> None:
         """Cannot."""
-        raise gpu_check.Skip("not here")
+        raise Skip("not here")
 
     def right(report: Any) -> None:
         """Finds what it should."""
@@ -108,10 +168,8 @@ def test_wrong_numbers_errors_and_graphs_that_were_not_captured_count(monkeypatc
         warnings.warn_explicit(text, UserWarning, "/site-packages/mrl/engines/transformers/engine.py", 1)
 
     for part, outcome in ((warns, "wrong"), (wrong, "wrong"), (broken, "failed"), (skips, "skipped"), (right, "right")):
-        monkeypatch.setitem(gpu_check.PARTS, "machine", part)
-        found = gpu_check.tried("machine", "cpu")
+        found = tried(part, "cpu")
         assert found["outcome"] == outcome
         json.dumps(found)
-        assert gpu_check.lines_of("machine", found | {"seconds": 1.0})
-    monkeypatch.setitem(gpu_check.PARTS, "machine", broken)
-    assert "no kernel image" in gpu_check.tried("machine", "cpu")["error"]
+        assert lines_of(part.__name__, found | {"seconds": 1.0})
+    assert "no kernel image" in tried(broken, "cpu")["error"]

@@ -33,6 +33,7 @@ class Asks:
         return ENGINES.get(name).__name__
 
 
+@pytest.mark.slow
 async def test_workers_elsewhere_have_what_was_registered_here(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine:
         pass

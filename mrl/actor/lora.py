@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +19,25 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
     """Wrap `model` with a new adapter; only the adapter is trained. Raises ConfigError for what PEFT cannot adapt."""
     from peft import get_peft_model
 
+    with _refusals_explained(model):
+        return get_peft_model(model, lora_config(config))
+
+
+def adapter_parameters(model: Any, config: ModelConfig) -> int:
+    """How many parameters an adapter has. It is left in `model`, which may be without weights. Raises ConfigError."""
+    from peft import inject_adapter_in_model
+
+    with _refusals_explained(model):
+        inject_adapter_in_model(lora_config(config), model, low_cpu_mem_usage=True)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@contextmanager
+def _refusals_explained(model: Any) -> Iterator[None]:
+    """Raise ConfigError for what PEFT cannot adapt."""
     linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
     try:
-        return get_peft_model(model, lora_config(config))
+        yield
     except ValueError as error:
         if "lora_dropout" in str(error):
             raise ConfigError(

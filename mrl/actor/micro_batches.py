@@ -17,20 +17,25 @@ MOST_GPU_TOKENS, FEWEST_GPU_TOKENS = 32768, 512
 
 
 def gpu_tokens(config: Any, free: int, *, narrow: bool, checkpointing: bool) -> int:
-    """Tokens of a micro-batch whose activations fit into `GPU_SHARE` of `free` bytes.
+    """Tokens of a micro-batch whose activations fit into `GPU_SHARE` of `free` bytes; see `activation_bytes`."""
+    each = activation_bytes(config, narrow=narrow, checkpointing=checkpointing)
+    return min(MOST_GPU_TOKENS, max(FEWEST_GPU_TOKENS, rounded(int(GPU_SHARE * free) // each)))
 
-    config: the model's own, for its widths and layers. narrow: activations are 2 bytes under autocast. Per token, a
-    layer keeps for the backward pass: the residual stream and the norms' inputs and outputs in float32 (about 12 x
-    hidden size), queries, keys, values and attention outputs (8 x hidden size), and the gated MLP's inner states (6 x
-    intermediate size). With checkpointing each layer keeps only its input, and one layer at a time all of that.
+
+def activation_bytes(config: Any, *, narrow: bool, checkpointing: bool) -> int:
+    """What the layers keep of a token for the backward pass, estimated.
+
+    config: the model's own, for its widths and layers. narrow: activations are 2 bytes under autocast. A layer keeps
+    the residual stream and the norms' inputs and outputs in float32 (about 12 x hidden size), queries, keys, values and
+    attention outputs (8 x hidden size), and the gated MLP's inner states (6 x intermediate size). With checkpointing
+    each layer keeps only its input, and one layer at a time all of that.
     """
-    hidden = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    hidden: int = config.hidden_size
+    inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
     size = 2 if narrow else 4
     one_layer = 4 * 12 * hidden + size * (8 * hidden + 6 * inner)
     layers: int = config.num_hidden_layers
-    each = 4 * hidden * layers + one_layer if checkpointing else one_layer * layers
-    return min(MOST_GPU_TOKENS, max(FEWEST_GPU_TOKENS, rounded(int(GPU_SHARE * free) // each)))
+    return 4 * hidden * layers + one_layer if checkpointing else one_layer * layers
 
 
 def by_count(samples: Sequence[Sample], parts: int) -> list[list[int]]:

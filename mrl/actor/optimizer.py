@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mrl.config import TrainingConfig
 from mrl.errors import ConfigError
+from mrl.system.transfers import asynchronous, wait
 
 
 def check_offload(config: TrainingConfig, device: torch.device) -> None:
@@ -107,11 +108,11 @@ class HostAdamW(torch.optim.AdamW):
                 continue
             if host.grad is None:
                 host.grad = torch.empty_like(host, pin_memory=host.is_pinned())
-            host.grad.copy_(parameter.grad, non_blocking=parameter.is_cuda)
+            host.grad.copy_(parameter.grad, non_blocking=asynchronous(parameter.device))
         self._wait()
         super().step()
         for parameter, host in self.pairs:
-            parameter.copy_(host, non_blocking=parameter.is_cuda)
+            parameter.copy_(host, non_blocking=asynchronous(parameter.device))
         self._wait()  # before the next update overwrites the host's copy
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -135,6 +136,6 @@ class HostAdamW(torch.optim.AdamW):
         return host.copy_(parameter.detach())
 
     def _wait(self) -> None:
-        """Wait for asynchronous copies on the parameters' devices, which need not be CUDA's current device."""
-        for device in {parameter.device for parameter, _ in self.pairs if parameter.is_cuda}:
-            torch.cuda.synchronize(device)
+        """Wait for asynchronous copies on the parameters' devices, which need not be the current device."""
+        for device in {parameter.device for parameter, _ in self.pairs}:
+            wait(device)

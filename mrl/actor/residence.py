@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.errors import TrainingError
+from mrl.system.transfers import asynchronous, wait
 
 
 class Residence:
@@ -42,7 +43,7 @@ class Residence:
             for name, value in state.items()
             if isinstance(value, Tensor) and value.device == self.device
         ]
-        self._wait()  # copies must be complete before their sources are freed
+        wait(self.device)  # copies must be complete before their sources are freed
         for parameter, host in moved:
             _put(parameter, host)
         for state, name, host in stored:
@@ -67,7 +68,7 @@ class Residence:
                 f"vLLM ({str(error).splitlines()[0]}): set offload_optimizer: true or use_lora: true, end what else "
                 "uses the GPU, or use a smaller model"
             ) from error
-        self._wait()
+        wait(self.device)
         self.away = False
 
     # --- inner ------------------------------------------------------------------------------------------------------
@@ -82,16 +83,12 @@ class Residence:
             host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self.host[key] = host
         if not known:
-            host.copy_(tensor, non_blocking=True)
+            host.copy_(tensor, non_blocking=asynchronous(self.device))
         return host
 
     def _to_device(self, host: Tensor) -> Tensor:
         # A copy even if the device is the CPU: the host buffer will be overwritten.
-        return host.to(self.device, non_blocking=True, copy=True)
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).synchronize()
+        return host.to(self.device, non_blocking=asynchronous(self.device), copy=True)
 
 
 def _put(parameter: nn.Parameter, tensor: Tensor) -> None:

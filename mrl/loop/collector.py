@@ -35,14 +35,13 @@ class Collected:
 class Collector:
     """Attempts tasks with a run's source and scores the rollouts.
 
-    Where all rewards look at each rollout by itself, a group is scored as soon as it has ended, while others are still
-    being sampled; else they get all rollouts in one call.
+    early: a group is scored as soon as it has ended, while others are still being sampled, which only rewards that look
+    at each rollout by itself can do; else they get all rollouts in one call.
     """
 
     runner: Runner
     rewards: RewardPool
-    independent: bool
-    """Whether all rewards look at each rollout by itself."""
+    early: bool
     environment_of: Callable[[Rollout], Any] | None = None
     """Where reward functions may look at environments; a source's, which keeps them until they were `scored`."""
     scored: Callable[[Rollout], None] = lambda rollout: None
@@ -53,7 +52,7 @@ class Collector:
         options = config.rollout
         timeout, at_once = options.rollout_timeout, options.max_concurrent_rollouts
         runner = Runner(prepared.source, policy, timeout=timeout, at_once=at_once)
-        collector = cls(runner, rewards, prepared.independent_rewards)
+        collector = cls(runner, rewards, prepared.early_scoring)
         keep = getattr(prepared.source, "keep_environments", None)
         if keep is not None and BACKENDS.get(config.runtime.backend).shares_memory:
             collector.environment_of, collector.scored = keep()
@@ -73,7 +72,8 @@ class Collector:
         """Attempt every task `n` times and score what comes of it.
 
         state: for reward functions. generated: called when nothing is being sampled any more. beside_scoring: awaited
-        from then on, beside what is left to score. finished: called with each group whose attempts have ended.
+        from then on, beside what is left to score. finished: called with each group whose attempts have ended. Without
+        tasks nobody is asked for anything.
 
         Raises RewardError when a reward breaks its contract, and what `Runner.run` raises.
         """
@@ -92,14 +92,14 @@ class Collector:
 
         def ended(group: Group) -> None:
             finished(group)
-            if self.independent:
+            if self.early:
                 beside.append(asyncio.ensure_future(score([group])))
 
         try:
             groups = await self.runner.run(tasks, n, seed=seed, finished=ended)
             generated(groups)
             sampled = perf_counter()
-            if not self.independent:
+            if groups and not self.early:
                 beside.append(asyncio.ensure_future(score(groups)))
             if beside_scoring is not None:
                 beside.append(asyncio.ensure_future(beside_scoring(groups)))

@@ -16,6 +16,7 @@ from mrl.backends import BACKENDS, WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.engines.vllm import shares
 from mrl.errors import ConfigError, EngineError, WorkerDied
+from mrl.loop.model_size import model_size
 from mrl.sync import WeightSync
 
 KEEPS_WEIGHTS, DROPS_WEIGHTS = 1, 2
@@ -139,8 +140,7 @@ def gpu_share(config: OrchestratorConfig, gpu: int) -> float:
 def gpu_shares(config: OrchestratorConfig, gpu: int, max_model_len: int) -> shares.Shares:
     """What each side gets of the actor's GPU. Raises ConfigError where it is too little, ModelError."""
     numbers = 4 if config.model.dtype == "float32" else 2
-    size = shares.model_size(config)
-    return shares.divide(gpu_memory(gpu), size, config, max_model_len, bytes_per_number=numbers)
+    return shares.divide(gpu_memory(gpu), model_size(config), config, max_model_len, bytes_per_number=numbers)
 
 
 def gpu_memory(gpu: int) -> int:

@@ -19,7 +19,7 @@ from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
 from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
-from mrl.models import context_length, load_config, load_tokenizer
+from mrl.models import context_length, load_config, load_tokenizer, pick_device
 from mrl.rollouts import ROLLOUT_SOURCES, BatchSource, RolloutSource, SourceSetup, TurnLimits, check_source
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.sandbox import SANDBOXES
@@ -47,8 +47,8 @@ class Prepared:
     max_model_len: int
     notices: list[str]
     counts: Counts
-    independent_rewards: bool
-    """Whether every reward looks at each rollout by itself."""
+    early_scoring: bool
+    """Whether a group is scored while others are still being sampled."""
     source: RolloutSource | BatchSource
     """What makes the rollouts."""
 
@@ -291,7 +291,6 @@ def _with_model(
     max_model_len = context_length(model_config, config.model.max_model_len)
     for part in (tasks, eval_tasks):
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
-    independent = all(getattr(reward, "independent", False) for reward in rewards.rewards)
     notices = _notices(config, max_model_len)
     setup = SourceSetup(tokenizer, encoder, sampling_params(config), turn_limits(config))
     made = ROLLOUT_SOURCES.get(config.rollout.rollout_source).create(setup, **config.rollout.source_options)
@@ -300,7 +299,8 @@ def _with_model(
         raise ConfigError("reward_funcs: the environment has no get_reward, so give a function that says what counts")
     if check := getattr(made, "check_tasks", None):
         check([*tasks, *eval_tasks])
-    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, independent, made)
+    early = _can_score_early(config, rewards)
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, early, made)
 
 
 def sampling_params(config: OrchestratorConfig) -> SamplingParams:
@@ -326,6 +326,15 @@ def turn_limits(config: OrchestratorConfig) -> TurnLimits:
         step_seconds=options.step_timeout,
         rollout_seconds=options.rollout_timeout,
     )
+
+
+def _can_score_early(config: OrchestratorConfig, rewards: RewardWorker) -> bool:
+    """Whether rewards may look at a group by itself, and take nothing from who samples meanwhile: a CPU that decodes
+    and tests programs at once does both more slowly than one after the other."""
+    runtime = config.runtime
+    here = BACKENDS.get(runtime.backend).shares_memory and runtime.engine != "vllm-remote"
+    samples_on_cpu = here and pick_device(config.model.device).type == "cpu"
+    return not samples_on_cpu and all(getattr(reward, "independent", False) for reward in rewards.rewards)
 
 
 def check_names(config: OrchestratorConfig) -> None:

@@ -20,7 +20,7 @@ def to_device(device: torch.device, values: Sequence[Any] | Tensor, dtype: torch
         return made
     if device.type == "cuda":  # from pageable memory CUDA may wait all the same
         made = made.pin_memory()
-    return made.to(device, non_blocking=_asynchronous(device))
+    return made.to(device, non_blocking=asynchronous(device))
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
@@ -48,7 +48,7 @@ def stream_to_host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = No
             before, in_flight = in_flight, None
             if name is not None:
                 given = _cast(tensors[name], dtype)
-                if _asynchronous(given.device):
+                if asynchronous(given.device):
                     device = streams.setdefault(given.device, _CopyStream(given.device))
                     in_flight = device.send(name, given)
                 else:
@@ -76,6 +76,17 @@ def on_host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> 
         borrowed = not (same_as and tensors[name].is_cpu)
         found[name] = here.clone() if borrowed else here
     return {name: found[same_as.get(name, name)] for name in tensors}
+
+
+def asynchronous(device: torch.device) -> bool:
+    """Whether copies to and from it can proceed while the host goes on. Apple's devices have no streams."""
+    return device.type not in ("cpu", "mps", "meta")
+
+
+def wait(device: torch.device) -> None:
+    """Wait for all copies to and from this device, which need not be the current one."""
+    if asynchronous(device):
+        torch.get_device_module(device).synchronize(device)
 
 
 class _HostCopy:
@@ -122,8 +133,3 @@ class _CopyStream:
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.detach()
-
-
-def _asynchronous(device: torch.device) -> bool:
-    """Whether copies may go on while the host does. Apple's devices have no streams."""
-    return device.type not in ("cpu", "mps", "meta")

@@ -16,6 +16,8 @@ from mrl.errors import ConfigError, WorkerDied
 from tests.backends.workers import Odd, Worker
 from tests.process_backend import ProcessBackend
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def backend() -> AsyncIterator[ProcessBackend]:

@@ -16,6 +16,8 @@ from mrl.errors import ConfigError, WorkerDied
 from tests.backends.workers import Rank
 from tests.process_backend import ProcessBackend
 
+pytestmark = pytest.mark.slow
+
 SOON = 10.0
 
 

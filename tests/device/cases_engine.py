@@ -28,7 +28,7 @@ def engine_on(device: str, architecture: str, tokenizer: Any = None, **options: 
     return TransformersEngine(build(architecture).to(device), tokenizer, max_model_len=128, **options)
 
 
-def requests(sampling: SamplingParams, copies: int = 3) -> list[GenerateRequest]:
+def requests(sampling: SamplingParams, copies: int = 2) -> list[GenerateRequest]:
     """Prompts with one beginning and ragged ends, some of them shared, and completions of different lengths."""
     beginning = prompts_of([20])[0]
     prompts = [beginning + prompt for prompt in prompts_of([3, 17, 9, 1])]
@@ -48,18 +48,13 @@ def generate(engine: TransformersEngine, asked: list[GenerateRequest]) -> list[C
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "gpt2", "lfm2"])
-@pytest.mark.parametrize("step", ["eager", "static"])
-def test_completions_are_those_of_the_cpu(architecture: str, step: str) -> None:
-    """Whole rows and refilled ones, with every filter, and with none."""
-    if step == "static" and architecture in ("gpt2", "lfm2"):
-        pytest.skip("takes no static steps")
+def test_completions_are_those_of_the_cpu(architecture: str) -> None:
+    """Whole rows and refilled ones, with every filter, and with none; by each way of taking a step that it has."""
     for sampling, limits in ((CUT, {"max_rows": 4}), (SamplingParams(), {})):
         asked = requests(sampling)
-        expected, got = (
-            generate(engine_on(device, architecture, decode_step=kind, **limits), asked)
-            for device, kind in (("cpu", "eager"), ("sim", step))
-        )
-        assert_same(got, expected)
+        expected = generate(engine_on("cpu", architecture, decode_step="eager", **limits), asked)
+        for step in ("eager",) if architecture in ("gpt2", "lfm2") else ("eager", "static"):
+            assert_same(generate(engine_on("sim", architecture, decode_step=step, **limits), asked), expected)
 
 
 def test_stop_strings_end_the_same_rows(tiny_model: str) -> None:
@@ -92,7 +87,7 @@ def test_logprobs_are_those_of_the_cpu() -> None:
 @pytest.mark.parametrize("sampling", [SamplingParams(), CUT], ids=["plain", "cut"])
 def test_the_host_waits_once_in_several_steps(step: str, sampling: SamplingParams) -> None:
     """Whatever rows end and are refilled meanwhile."""
-    engine = engine_on("sim", "qwen2", decode_step=step, max_rows=8)
+    engine = engine_on("sim", "qwen2", decode_step=step, max_rows=5)
     model_runs = []
     engine._model.inner.register_forward_hook(lambda *_: model_runs.append(1))
     with simulated_device.waits() as found:

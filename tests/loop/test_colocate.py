@@ -29,6 +29,9 @@ from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.types import Completion, GenerateRequest, TrainBatch, WeightRef
 from tests import small_runs
+from tests.soak import slow_but
+
+pytestmark = pytest.mark.inline("other backends refuse `colocate`, and whoever has the device is asked as an object")
 
 GPU = 24 * shares.GIB
 
@@ -172,6 +175,7 @@ def test_weights_that_are_not_sent_are_kept(tiny_model: str, tmp_path: Path, cal
     assert "sleep 2" not in calls
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_weights_that_were_sent_before_the_actors(
     tiny_model: str, tmp_path: Path, calls: list[str]
 ) -> None:
@@ -198,7 +202,8 @@ def test_checkpoints_and_evaluations_come_in_between(tiny_model: str, tmp_path: 
     assert len(list(read_rows(tmp_path, "eval_metrics"))) == 3
 
 
-@pytest.mark.parametrize("stops", ["train", "return"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", slow_but(["train"], ["train", "return"]))
 def test_stopped_in_the_actors_turn_it_goes_on_later(
     stops: str, tiny_model: str, tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +233,7 @@ def test_stopped_in_the_actors_turn_it_goes_on_later(
     assert small_runs.same_weights(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.parametrize("what", ["sleep", "load"])
+@pytest.mark.parametrize("what", slow_but(["load"], ["sleep", "load"]))
 def test_an_engine_that_cannot_change_over_is_replaced(
     what: str, tiny_model: str, tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +293,7 @@ def test_an_engine_that_dies_in_its_turn_is_replaced_in_it(
     assert calls == [*BEGIN, "dies", "start", "load 0", "generate 0", *STEP, "load 1", "save"]
 
 
-@pytest.mark.parametrize("what", ["train", "return", "write", "leave"])
+@pytest.mark.parametrize("what", slow_but(["return"], ["train", "return", "write", "leave"]))
 def test_an_actor_that_fails_in_its_turn_ends_the_run_cleanly(
     what: str, tiny_model: str, tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

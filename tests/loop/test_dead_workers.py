@@ -136,6 +136,7 @@ def test_so_many_deaths_end_the_run(tiny_model: str, tmp_path: Path, kill: Kill)
     assert len(events_of(tmp_path / "r", "restart")) == 2
 
 
+@pytest.mark.slow
 def test_an_actor_that_never_trained_is_not_started_again(tiny_model: str, tmp_path: Path, kill: Kill) -> None:
     kill("actor", "initialize", 1)
     with pytest.raises(WorkerDied, match=r"actor: its process died during initialize\(\)"):

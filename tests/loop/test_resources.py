@@ -64,6 +64,7 @@ class Elsewhere(ProcessBackend):
         return there
 
 
+@pytest.mark.slow
 async def test_local_models_and_reward_files_go_to_the_workers(tiny_model: str, tmp_path: Path) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def where(completions, **_):\n    return [float(len(__file__)) for _ in completions]\n")

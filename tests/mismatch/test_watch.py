@@ -87,7 +87,7 @@ CASES: dict[str, tuple[type[TransformersEngine], dict[str, Any], str]] = {
 }
 
 
-SIMILAR = ("temperature-and-top-p", "tighter-top-p", "min-p")
+SIMILAR = ("temperature-and-top-p", "top-p", "tighter-top-p", "min-p", "dtype")
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,10 @@ def test_a_planted_cause_is_named_and_stops_the_run(
     [
         {"weight_sync_method": "reload", "num_rollout_workers": 2, "top_k": 7, "min_p": 0.02},
         {"weight_sync_method": "direct", "num_iterations": 2, "temperature": 0.7, "top_p": 0.6},
-        {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "top_entropy_quantile": 0.5},
-        {"sync_weights_every": 3},
+        pytest.param(
+            {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "top_entropy_quantile": 0.5}, marks=pytest.mark.slow
+        ),
+        pytest.param({"sync_weights_every": 3}, marks=pytest.mark.slow),
     ],
     ids=["reload", "direct", "lora", "stale"],
 )
@@ -249,6 +251,7 @@ def test_weights_of_no_known_version_are_a_missed_sync_too(sharp_model: str, tmp
     assert re.search(r"1\. missed sync: rollout-0 says it serves version 1, .*another model", str(stopped.value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [sampling(temperature=0.6)], indirect=True)
 def test_a_stopped_run_goes_on_from_before_once_its_cause_is_gone(
     sharp_model: str, tmp_path: Path, engine: str

@@ -18,7 +18,7 @@ from mrl.loop.recorded_run import RunResult
 from mrl.loop.report import read_curve
 from mrl.models import load_model
 from mrl.store.run import read_rows
-from tests.soak import but, rows_but
+from tests.soak import but
 
 Train = Callable[..., RunResult]
 OTHERS = ("rloo", "online_dpo", "sft", "dpo", "kto", "reward")
@@ -26,10 +26,12 @@ OTHERS = ("rloo", "online_dpo", "sft", "dpo", "kto", "reward")
 
 @pytest.mark.parametrize(
     ("algorithm", "lora"),
-    rows_but(
-        [("rloo", True), *((name, False) for name in OTHERS)],
-        [(name, lora) for name in OTHERS for lora in (False, True)],
-    ),
+    [
+        ("rloo", True),
+        ("dpo", False),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in OTHERS if name != "dpo"),
+        *(pytest.param(name, True, marks=pytest.mark.soak) for name in OTHERS if name != "rloo"),
+    ],
 )
 def test_it_trains_and_is_recorded(algorithm: str, lora: bool, simple: Train, tiny_model: str, tmp_path: Path) -> None:
     # KTO's first step has no gradient where a batch holds one label only: the data alternate.

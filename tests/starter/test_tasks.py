@@ -92,6 +92,7 @@ def test_no_demonstration_behaves_like_a_heldout_task(generated: TaskSet) -> Non
         assert heldout.isdisjoint(signature(program, kinds[lesson.family]) for program in programs)
 
 
+@pytest.mark.slow
 def test_heldout_step_sequences_are_new(generated: TaskSet) -> None:
     reserved = generated.reserved_shapes
     assert {family for family, _ in reserved} == {"number_steps", "string_steps", "list_steps"}

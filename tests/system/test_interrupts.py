@@ -31,6 +31,7 @@ from mrl.store.run import read_rows
 from mrl.system.interrupts import interrupts
 from tests import small_runs
 from tests.small_runs import distinct, record_of
+from tests.soak import slow_but
 
 EVALUATED = {"eval_split": "train", "eval_samples": 2, "eval_steps": 2, "save_steps": 0}
 
@@ -74,13 +75,17 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 }
 
 
-IN_THE_DEFAULT_SUITE = ("training", "checkpointing")
+IN_THE_DEFAULT_SUITE = ("training",)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    ["generating", *(p if p in IN_THE_DEFAULT_SUITE else pytest.param(p, marks=pytest.mark.slow) for p in PHASES)],
-)
+def marked(phase: str) -> Any:
+    marks = [] if phase in IN_THE_DEFAULT_SUITE else [pytest.mark.slow]
+    if PHASES[phase][0] is ActorWorker:
+        marks.append(pytest.mark.inline("the actor's own method sends the signal"))
+    return pytest.param(phase, marks=marks)
+
+
+@pytest.mark.parametrize("phase", ["generating", *map(marked, PHASES)])
 def test_a_stopped_run_keeps_its_steps_and_goes_on_exactly(
     phase: str, tiny_model: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +110,7 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_exactly(
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.inline("its reward function interrupts its own process")
 @pytest.mark.parametrize("where", ["program", "notebook"])
 def test_nobody_waits_for_a_slow_step(where: str, tiny_model: str, tmp_path: Path) -> None:
     """Its rewards take a minute and more; the step before it is kept meanwhile. In a notebook an event loop is running
@@ -132,6 +138,7 @@ def test_nobody_waits_for_a_slow_step(where: str, tiny_model: str, tmp_path: Pat
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [1]
 
 
+@pytest.mark.inline("its reward function interrupts its own process")
 def test_a_notebooks_second_interrupt_ends_the_call(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +167,8 @@ def test_a_notebooks_second_interrupt_ends_the_call(
     assert calls == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.inline("its reward function interrupts its own process")
+@pytest.mark.parametrize("number", slow_but([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_the_command_says_how_to_go_on_and_exits_with_the_signals_code(
     number: int, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mrl.system.memory import claim, rounded, unclaimed
-from mrl.system.transfers import on_host, stream_to_host, to_device, to_host
+from mrl.system.transfers import on_host, stream_to_host, to_device, to_host, wait
 
 CPU = torch.device("cpu")
 
@@ -21,6 +22,15 @@ def test_on_the_cpu_tensors_are_those_given() -> None:
     assert held["a"].data_ptr() == one.data_ptr()
     assert held["b"].dtype == torch.bfloat16
     assert held["b"] is held["c"]
+
+
+def test_the_device_that_is_waited_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current one may be another; those without streams are not waited for."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for name in ("cuda:1", "cpu", "mps", "meta"):
+        wait(torch.device(name))
+    assert waited == [torch.device("cuda:1")]
 
 
 class Owner:

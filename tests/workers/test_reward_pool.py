@@ -85,6 +85,7 @@ async def test_one_worker_gets_the_whole_batch_and_its_report_is_the_answer() ->
     assert report.metrics == {"rows": 9.0, "step": 3.0, "third": 0.1}
 
 
+@pytest.mark.slow
 async def test_results_come_in_order_and_logged_means_by_weight(processes: ProcessBackend) -> None:
     pool = await pool_of(processes, 2)
     rows = requests([2, 4, 3])
@@ -95,6 +96,7 @@ async def test_results_come_in_order_and_logged_means_by_weight(processes: Proce
     assert pool.load == [0, 0]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies_is_replaced_and_its_work_runs_again(
     processes: ProcessBackend, tmp_path: Path
 ) -> None:
@@ -108,6 +110,7 @@ async def test_a_worker_that_dies_is_replaced_and_its_work_runs_again(
     assert notes[0].startswith("reward-0 is replaced, and what it was scoring is scored again: reward-0: its process")
 
 
+@pytest.mark.slow
 async def test_what_ends_two_workers_in_turn_is_no_reward(processes: ProcessBackend, tmp_path: Path) -> None:
     deaths = tmp_path / "deaths"
     deaths.write_text("9")
@@ -119,6 +122,7 @@ async def test_what_ends_two_workers_in_turn_is_no_reward(processes: ProcessBack
     assert [result.extra["by"] for result in report.results] == ["0.3", "0.3"]
 
 
+@pytest.mark.slow
 async def test_so_many_are_replaced_and_no_more(processes: ProcessBackend, tmp_path: Path) -> None:
     deaths = tmp_path / "deaths"
     deaths.write_text("9")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError
@@ -117,48 +116,19 @@ def divide(
 
 def training_bytes(size: ModelSize, config: OrchestratorConfig) -> float:
     """Weights, gradients, AdamW's state and the reference model: float32, except linear layers below an adapter."""
-    reference = config.algorithm.beta > 0 and not config.model.use_lora
     moments = 0 if config.training.offload_optimizer else 8
-    narrow = 2 * size.linear if config.model.use_lora and config.model.dtype != "float32" else 0
-    return float(4 * size.parameters * (2 if reference else 1) - narrow + (4 + moments) * size.trained)
+    if config.model.use_lora:
+        narrow = 2 * size.linear if config.model.dtype != "float32" else 0
+        weights = 4 * (size.parameters + size.trained) - narrow
+    else:
+        weights = 4 * size.parameters * (2 if config.algorithm.beta > 0 else 1)
+    return float(weights + (4 + moments) * size.trained)
 
 
 def explicit_utilization(config: OrchestratorConfig) -> float | None:
     """The user's `gpu_memory_utilization`, from the option or from `vllm_args`; None = not set."""
     said = config.serving.gpu_memory_utilization or config.serving.vllm_args.get("gpu_memory_utilization")
     return None if said is None else float(said)
-
-
-def model_size(config: OrchestratorConfig) -> ModelSize:
-    """Counted on a model without weights in memory. Raises ModelError."""
-    from torch import nn
-
-    from mrl.models import load_config, without_weights
-
-    module = without_weights(config.model)
-    parameters = sum(p.numel() for p in module.parameters())
-    trained = parameters
-    if config.model.use_lora:
-        wanted = config.model.lora_target_modules
-        head = module.get_output_embeddings()
-        layers = [
-            layer
-            for name, layer in module.named_modules()
-            if isinstance(layer, nn.Linear) and (layer is not head if wanted is None else name.split(".")[-1] in wanted)
-        ]
-        trained = sum(config.model.lora_r * (layer.in_features + layer.out_features) for layer in layers)
-    tied = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
-    layers_of_all = (layer for layer in module.modules() if type(layer) is nn.Linear and id(layer.weight) not in tied)
-    linear = sum(p.numel() for layer in layers_of_all for p in layer.parameters())
-    return ModelSize(parameters, trained, _cached_numbers(load_config(config.model).get_text_config()), linear)
-
-
-def _cached_numbers(model: Any) -> int:
-    """KV cache entries of one token; 0 for configs without the usual fields."""
-    all_heads = int(getattr(model, "num_attention_heads", None) or 0)
-    heads = int(getattr(model, "num_key_value_heads", None) or all_heads)
-    width = int(getattr(model, "head_dim", None) or getattr(model, "hidden_size", 0) // max(1, all_heads))
-    return 2 * int(getattr(model, "num_hidden_layers", 0)) * heads * width
 
 
 def _gib(count: float) -> str:

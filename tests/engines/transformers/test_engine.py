@@ -26,6 +26,7 @@ from tests.engines.small_models import (
     prompts_of,
     requests_for,
 )
+from tests.soak import slow_but
 
 # --- the right tokens and logprobs, for every kind of model ----------------------------------------------------------
 
@@ -67,7 +68,15 @@ def test_scoring_in_pieces_gives_the_same_logprobs(model, monkeypatch):
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(top_p=0.7), SamplingParams(top_k=5), SamplingParams(min_p=0.1), SamplingParams(0.7, 0.9, 8, 0.05)],
+    slow_but(
+        [SamplingParams(0.7, 0.9, 8, 0.05)],
+        [
+            SamplingParams(top_p=0.7),
+            SamplingParams(top_k=5),
+            SamplingParams(min_p=0.1),
+            SamplingParams(0.7, 0.9, 8, 0.05),
+        ],
+    ),
     ids=["top_p", "top_k", "min_p", "all"],
 )
 def test_filtered_logprobs_are_renormalised(engine, qwen, sampling):

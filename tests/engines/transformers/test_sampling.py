@@ -11,29 +11,9 @@ from hypothesis import strategies as st
 from mrl.engines.transformers import sampling
 from mrl.engines.transformers.sampling import RowParams, draw, filter_logits, sample, uniforms
 from mrl.types import SamplingParams
+from tests.sampling_reference import reference_probs, sampling_params
 
 CPU = torch.device("cpu")
-
-
-def reference_probs(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
-    """The distribution one row is drawn from, token by token in float64: temperature, min-p, top-k, top-p."""
-    x = logits.astype(np.float64) / p.temperature
-    probs = np.exp(x - x.max())
-    probs /= probs.sum()
-    probs = np.where(probs < p.min_p * probs.max(), 0.0, probs)
-    if p.top_k:
-        kth = np.sort(probs)[::-1][min(p.top_k, len(probs)) - 1]
-        probs = np.where(probs < kth, 0.0, probs)
-    probs /= probs.sum()
-    if p.top_p < 1:
-        kept, mass = np.zeros_like(probs), 0.0
-        for token in np.argsort(-probs, kind="stable"):
-            if mass >= p.top_p:
-                break
-            kept[token] = probs[token]
-            mass += probs[token]
-        probs = kept / kept.sum()
-    return probs
 
 
 def splitmix(seed: int, position: int) -> float:
@@ -47,17 +27,8 @@ def splitmix(seed: int, position: int) -> float:
     return ((mix((mix(seed) + 0x9E3779B97F4A7C15 * (position + 1)) & mask) >> 12) + 0.5) / 2**52
 
 
-params_strategy = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.8]),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
-    top_k=st.sampled_from([0, 1, 3, 500]),
-    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
-)
-
-
 @settings(max_examples=60, deadline=None)
-@given(st.lists(params_strategy, min_size=1, max_size=5), st.integers(1, 300), st.integers(0, 2**31))
+@given(st.lists(sampling_params, min_size=1, max_size=5), st.integers(1, 300), st.integers(0, 2**31))
 def test_filtered_distribution_agrees_with_the_reference(rows, vocab_size, seed):
     logits = np.random.default_rng(seed).normal(0, 3, (len(rows), vocab_size)).astype(np.float32)
     params = RowParams.build(rows, [0] * len(rows), CPU)

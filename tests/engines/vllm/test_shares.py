@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mrl import OrchestratorConfig
-from mrl.engines.vllm.shares import ACTOR_KEEPS, GIB, VLLM_KEEPS, ModelSize, divide, model_size, utilization
+from mrl.engines.vllm.shares import ACTOR_KEEPS, GIB, VLLM_KEEPS, ModelSize, divide, utilization
 from mrl.errors import ConfigError
 
 HALF = ModelSize(494_000_000, 494_000_000, 2 * 24 * 2 * 64)
@@ -56,10 +56,10 @@ def test_an_adapter_trains_on_what_the_whole_model_does_not() -> None:
         divide(80 * GIB, SEVEN, config(), 4096, bytes_per_number=2)
     adapter = ModelSize(SEVEN.parameters, 40_000_000, SEVEN.cached_numbers)
     found = divide(80 * GIB, adapter, config(use_lora=True, beta=0.1), 4096, bytes_per_number=2)
-    assert found.training == 4 * adapter.parameters + 12 * adapter.trained, "the reference is the model without it"
+    assert found.training == 4 * adapter.parameters + 16 * adapter.trained, "the reference is the model without it"
     narrow = ModelSize(SEVEN.parameters, 40_000_000, SEVEN.cached_numbers, linear=7_000_000_000)
     assert divide(24 * GIB, narrow, config(use_lora=True), 4096, bytes_per_number=2).activations > 5 * GIB
-    with pytest.raises(ConfigError, match=r"training needs 28\.8 GiB .*21\.5 GiB besides .*: offload_optimizer: true"):
+    with pytest.raises(ConfigError, match=r"training needs 28\.9 GiB .*21\.5 GiB besides .*: offload_optimizer: true"):
         divide(24 * GIB, adapter, config(use_lora=True), 4096, bytes_per_number=2)
 
 
@@ -83,23 +83,3 @@ def test_an_explicit_share_is_kept_and_devices_share_the_weights() -> None:
     found = divide(24 * GIB, HALF, config(gpu_memory_utilization=0.3, tensor_parallel_size=2), 512, bytes_per_number=2)
     assert found.utilization == 0.3
     assert found.weights == HALF.parameters
-
-
-def test_a_models_size_is_counted_without_its_weights(tiny_model: str) -> None:
-    from mrl.models import load_model
-
-    whole = model_size(config(model=tiny_model))
-    model = load_model(config(model=tiny_model, device="cpu").model)
-    assert whole.parameters == whole.trained == model.num_parameters()
-    embeddings = model.get_input_embeddings().weight.numel()
-    norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
-    assert whole.linear == whole.parameters - embeddings - norms, "its head is tied"
-    assert whole.cached_numbers == 2 * 2 * 2 * 8
-    from mrl.actor.lora import add_lora
-
-    for targets in (None, ["q_proj", "down_proj"]):
-        options = config(model=tiny_model, device="cpu", use_lora=True, lora_r=4, lora_target_modules=targets)
-        adapted = add_lora(load_model(options.model), options.model)
-        counted = model_size(options)
-        assert counted.trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-        assert counted.parameters == whole.parameters

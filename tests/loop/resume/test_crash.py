@@ -152,6 +152,7 @@ def test_a_kill_in_every_phase(zygote: Zygote, tiny_model: str, tmp_path: Path) 
     check(zygote, tiny_model, tmp_path, every_phase(seed=1), seed=1, max_steps=24)
 
 
+@pytest.mark.slow
 def test_kills_with_the_next_step_in_flight(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     check(zygote, tiny_model, tmp_path, ["generate", "checkpoint"], seed=5, async_mode="pipeline")
 
@@ -178,6 +179,7 @@ def test_kills_in_other_kinds_of_runs(zygote: Zygote, tiny_model: str, tmp_path:
     check(zygote, tiny_model, tmp_path, phases, seed=3, max_steps=40, **changes)
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_killed_loses_no_task_and_repeats_none(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     """Its groups depend on who was faster; that each task is trained on once an epoch, or counted, does not."""
     options = options_for(tiny_model, tmp_path, async_mode="queue", max_staleness=2, max_steps=14)

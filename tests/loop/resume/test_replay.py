@@ -19,9 +19,12 @@ from mrl.store.checkpoints import list_checkpoints
 from mrl.store.run import read_rows
 from mrl.types import Group, Rollout
 from tests.small_runs import run
+from tests.soak import slow_but
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_lora": True, "beta": 0.1}, {"num_iterations": 2}])
+@pytest.mark.parametrize(
+    "changes", slow_but([{"num_iterations": 2}], [{}, {"use_lora": True, "beta": 0.1}, {"num_iterations": 2}])
+)
 def test_replay_recomputes_a_step_exactly(tiny_model: str, tmp_path: Path, changes: dict[str, Any]) -> None:
     run(tiny_model, tmp_path / "r", save_steps=2, max_steps=6, **changes)
     for step in (1, 3, 6):  # from the start, from the checkpoint just before, over a step in between
@@ -96,6 +99,7 @@ def test_what_rounding_can_do_to_a_metric(name: str, recorded: float, replayed: 
     assert found is rounding
 
 
+@pytest.mark.slow
 @pytest.mark.inline("it changes what the actor says of its threads")
 def test_threads_are_recorded_replayed_with_and_named_when_a_run_goes_on_with_others(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -282,7 +282,7 @@ def source(value) -> str | None:
     return repr(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(left=PLAIN, right=PLAIN, op=st.sampled_from(["==", "!=", "<", ">=", "in", "not in"]))
 def test_any_comparison_of_any_data(left, right, op):
     first, second = source(left), source(right)
@@ -296,7 +296,7 @@ def test_any_comparison_of_any_data(left, right, op):
     assert grade(CODE, *tests) == python_says(CODE, *tests)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     items=st.lists(HASHABLE, max_size=4),
     wrapper=st.sampled_from(["len", "sorted", "set", "list", "tuple", "sum", "str", "min", "max", "any"]),

@@ -9,12 +9,13 @@ from mrl.sandbox.base import Limits
 from mrl.sandbox.execution import Call, Execution, Observation
 from mrl.sandbox.isolation import selftest
 from mrl.sandbox.isolation.client import IsolatedExecutor
+from tests.soak import slow_but
 
 QUICK = Limits(wall_seconds=5, cpu_seconds=5)
 Run = Callable[..., Observation]
 
 
-@pytest.fixture(scope="package", params=["A", "B", "C"])
+@pytest.fixture(scope="package", params=slow_but(["A"], ["A", "B", "C"]))
 def executor(request: pytest.FixtureRequest) -> Iterator[IsolatedExecutor]:
     result = selftest.test_layer(request.param)
     if not result.holds:
