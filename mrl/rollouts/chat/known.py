@@ -16,7 +16,6 @@ from mrl.rollouts.chat.template import TemplateChat
 from mrl.types import Message
 
 if TYPE_CHECKING:
-    from renderers import Renderer
     from transformers import PreTrainedTokenizerBase
 
 _CONFIGS = (
@@ -84,7 +83,8 @@ class KnownChat:
 
     takes_tools = True
 
-    def __init__(self, renderer: Renderer, template: TemplateChat) -> None:
+    def __init__(self, renderer: Any, template: TemplateChat) -> None:
+        """renderer: a `renderers.Renderer`, whose types of messages are narrower than ours."""
         self.renderer, self.template = renderer, template
         self.stop_token_ids = tuple(sorted({*renderer.get_stop_token_ids(), *template.stop_token_ids}))
 
@@ -141,7 +141,7 @@ def _by_template(template: TemplateChat, messages: list[Message], tools: list[To
         return None
 
 
-def _made(tokenizer: PreTrainedTokenizerBase, config: type) -> Renderer | None:
+def _made(tokenizer: PreTrainedTokenizerBase, config: Any) -> Any:
     from renderers import create_renderer
 
     if (needed := _NEEDS.get(config.__name__)) is not None and needed not in tokenizer.get_vocab():
@@ -152,8 +152,8 @@ def _made(tokenizer: PreTrainedTokenizerBase, config: type) -> Renderer | None:
         return None  # it needs tokens that this tokenizer lacks, and each says so in a way of its own
 
 
-def _renders(renderer: Renderer, messages: list[Message], tools: list[ToolSpec]) -> list[int] | None:
+def _renders(renderer: Any, messages: list[Message], tools: list[ToolSpec]) -> list[int] | None:
     try:
-        return renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+        return list(renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True))
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError):
         return None

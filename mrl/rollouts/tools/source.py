@@ -97,7 +97,8 @@ class ToolSource:
     def keep_environments(self) -> tuple[Callable[[Rollout], Any], Callable[[Rollout], None]]:
         """From now on an environment serves no other attempt until its rollout was scored, so that reward functions may
         look at it. Returns what gives the instance of a rollout, and what is to be told that it was scored."""
-        self._kept = kept = {}
+        kept: dict[int, tuple[str | None, Environment, bool]] = {}
+        self._kept = kept
 
         def environment_of(rollout: Rollout) -> Any:
             held = kept.get(id(rollout))
