@@ -132,7 +132,7 @@ class TemplateChat:
         except DataError:
             return ""
         first = self._first_special(between)
-        return first if self._first_special(between.partition(first)[2]) else ""
+        return first if first and self._first_special(between.partition(first)[2]) else ""
 
     def _after_end(self, tail: str, sampled: str) -> str:
         """What follows the end of a turn, which the completion has itself: the last token that was `sampled`."""
