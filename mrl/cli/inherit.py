@@ -238,7 +238,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _attempts(run: Path, recorded: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    if recorded.get("rollout_source", "single_turn") == "single_turn" or "rollout_source" in given:
+    implied = any(recorded.get(name) is not None for name in ("tools", "environment_factory"))
+    if (recorded.get("rollout_source", "single_turn") == "single_turn" and not implied) or "rollout_source" in given:
         return {}
     for name in ("tools", "environment_factory"):
         if name not in given and is_description(value := recorded.get(name)):

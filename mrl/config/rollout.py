@@ -43,11 +43,9 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _tools_have_their_source(self) -> Self:
         given = [name for name in ("tools", "environment_factory") if getattr(self, name) is not None]
-        if given and self.rollout_source == "single_turn":
-            self.rollout_source = "tools"
-        if given and self.rollout_source != "tools":
+        if given and self.source != "tools":
             raise ConfigError(f"{given[0]}: rollout_source {self.rollout_source} takes none; leave one of the two out")
-        if self.rollout_source == "single_turn" and (useless := changed_options(self, LIMITS)):
+        if self.source == "single_turn" and (useless := changed_options(self, LIMITS)):
             raise ConfigError(
                 f"{useless[0]} has an effect only in attempts of several turns, and rollout_source single_turn makes "
                 "one: leave it out, or give tools or an environment_factory"
@@ -55,7 +53,13 @@ class RolloutConfig(Section):
         return self
 
     @property
+    def source(self) -> str:
+        """The source's name, which tools and environments imply."""
+        given = self.tools is not None or self.environment_factory is not None
+        return "tools" if given and self.rollout_source == "single_turn" else self.rollout_source
+
+    @property
     def source_options(self) -> dict[str, Any]:
         """What the source is made with."""
         own = {"tools": self.tools, "environment_factory": self.environment_factory}
-        return self.rollout_options | (own if self.rollout_source == "tools" else {})
+        return self.rollout_options | (own if self.source == "tools" else {})

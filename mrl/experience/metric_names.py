@@ -40,7 +40,7 @@ def metric_names(config: OrchestratorConfig, rewards: Sequence[Reward], *, evalu
         names |= {"rollout/staleness_mean", "rollout/staleness_max", "rollout/in_flight_groups"}
         names |= {f"rollout/{what}_groups" for what in ("dropped", "unused", "stopped")}
     names |= held_out_names(rewards) if evaluates else set()
-    if config.rollout.rollout_source != "single_turn":
+    if config.rollout.source != "single_turn":
         places = ("rollout", "eval") if evaluates else ("rollout",)
         names |= {f"{where}/{name}" for where in places for name in TURN_COUNTS}
     if config.rollout.environment_factory is not None:  # rewards under the classes' names

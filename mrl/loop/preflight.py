@@ -100,7 +100,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
 
 def _let_source_score(config: OrchestratorConfig) -> None:
     """A source whose rollouts arrive with their reward needs no reward function."""
-    source = ROLLOUT_SOURCES.get(config.rollout.rollout_source)
+    source = ROLLOUT_SOURCES.get(config.rollout.source)
     scores = getattr(source, "scores", False)
     if config.reward.reward_funcs is None and (scores(**config.rollout.source_options) if callable(scores) else scores):
         config.reward.reward_funcs = "own"
@@ -293,7 +293,7 @@ def _with_model(
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
     notices = _notices(config, max_model_len)
     setup = SourceSetup(tokenizer, encoder, sampling_params(config), turn_limits(config))
-    made = ROLLOUT_SOURCES.get(config.rollout.rollout_source).create(setup, **config.rollout.source_options)
+    made = ROLLOUT_SOURCES.get(config.rollout.source).create(setup, **config.rollout.source_options)
     gives = getattr(made, "gives_rewards", None)
     if config.reward.reward_funcs == "own" and gives is not None and not gives():
         raise ConfigError("reward_funcs: the environment has no get_reward, so give a function that says what counts")
@@ -347,7 +347,7 @@ def check_names(config: OrchestratorConfig) -> None:
         (SANDBOXES, config.reward.sandbox),
     ):
         registry.get(name)
-    source = check_source(config.rollout.rollout_source, config.rollout.source_options)
+    source = check_source(config.rollout.source, config.rollout.source_options)
     for limit in ("rollout_timeout", "max_concurrent_rollouts"):
         if hasattr(source, "collect") and getattr(config.rollout, limit) is not None:
             raise ConfigError(

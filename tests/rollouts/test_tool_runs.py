@@ -171,7 +171,10 @@ def test_a_model_is_evaluated_with_an_environment(guesser: str, tmp_path: Path) 
         ({"rollout_source": "echo_game"}, "environment_factory: rollout_source echo_game takes none"),
         ({"environment_factory": None}, "max_turns has an effect only in attempts of several turns"),
         ({"environment_factory": lambda: NoReward()}, "the environment has no get_reward"),
-        ({"rollout_source": "tools", "environment_factory": None}, "needs tools or environment_factory"),
+        (
+            {"rollout_source": "tools", "environment_factory": None, "reward_funcs": small_runs.distinct},
+            "needs tools or environment_factory",
+        ),
         ({"environment_factory": {"a": Guess}}, "the column 'environment' has None"),
     ],
 )
