@@ -158,7 +158,15 @@ class Sample:
     reference_logprobs: list[float] | None = field(default=None, repr=False, compare=False)
     """Logprobs under the reference model, if a KL term needs them and they are already computed."""
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.mask)
 
+
+TURN_COUNTS = ("turns", "turns_extended", "tool_calls", "tool_errors", "malformed_calls")
+"""What sources of several turns count in `Rollout.metrics`: completions; those whose prompt continued the one before,
+token by token; calls of tools, those that ended with an error, and those that could not be read."""
 RolloutStatus = Literal["ok", "failed"]
 Outcome = Literal["finished", "interrupted", "failed"]
 """How a run ended."""
@@ -191,6 +199,9 @@ class Rollout:
     extra: dict[str, Any] = field(default_factory=dict)
     """Columns a rollout source or `log_extra` adds; shown with the rollout, passed to reward functions."""
     seconds: dict[str, float] = field(default_factory=dict)
+    limit: str = ""
+    """The limit that ended it before it was done, e.g. `max_turns`; its reward is what it had by then. "" = none did,
+    or it was the token limit of its only completion."""
 
     @property
     def completion_ids(self) -> list[int]:
@@ -199,13 +210,13 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens over all samples."""
-        return sum(len(s.completion_ids) for s in self.samples)
+        """Tokens that the policy sampled, over all samples."""
+        return sum(sample.num_sampled for sample in self.samples)
 
     @property
     def truncated(self) -> bool:
-        """Whether the last sample hit its token limit."""
-        return bool(self.samples) and self.samples[-1].finish_reason == "length"
+        """Whether a limit ended it."""
+        return bool(self.limit) or (bool(self.samples) and self.samples[-1].finish_reason == "length")
 
     def fail(self, error: str) -> None:
         """Mark it as not scorable: it is kept and shown with its error, but left out of the loss."""
@@ -228,7 +239,7 @@ class TrainBatch:
     advantages: Sequence[float | list[float]]
     """One per sample, or for a sample one per completion token."""
     num_sequences: int
-    """Sequences the loss is averaged over: these samples, and those left out for advantage 0 or for their length."""
+    """Rollouts the loss is averaged over: these samples', and those left out for advantage 0 or for their length."""
     num_tokens: int
     """Tokens the loss is averaged over: these samples', and those of samples with advantage 0."""
     temperature: float = 1.0
@@ -237,9 +248,12 @@ class TrainBatch:
     """With `top_k` and `min_p`, the samplers' filter: the logprob gap that it causes is expected."""
     top_k: int = 0
     min_p: float = 0.0
+    rollout_tokens: Sequence[int] | None = None
+    """Per sample, the sampled tokens of its rollout, over all samples of that; None = each has a rollout of its own."""
 
     def __post_init__(self) -> None:
         assert len(self.samples) == len(self.advantages), (len(self.samples), len(self.advantages))
+        assert self.rollout_tokens is None or len(self.rollout_tokens) == len(self.samples)
 
 
 # --- randomness -----------------------------------------------------------------------------------------------------

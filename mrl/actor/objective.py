@@ -14,6 +14,7 @@ from mrl.algorithms.ratio import importance_ratio
 from mrl.config import AlgorithmConfig
 from mrl.mismatch import importance_weights, log_importance, unexplained_gap, weighed_once
 from mrl.modeling.token_batch import TokenBatch
+from mrl.system.transfers import to_device
 from mrl.types import TrainBatch
 
 CISPO_LARGEST_RATIO = 5.0
@@ -58,6 +59,9 @@ class Objective:
             max_completion_length=self.config.max_completion_length,
             num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens,
+            rollout_tokens_B=None
+            if batch.rollout_tokens is None
+            else to_device(tokens.mask_BT.device, batch.rollout_tokens, torch.float32),
         )
         tokens.kept_BT = tokens.mask_BT
         if self.needs_entropies:

@@ -72,8 +72,8 @@ class Loss:
 
     per_token: PerToken
     normalization: Normalization = "tokens"
-    """sequences: mean of each sequence's mean; tokens: mean over all tokens; max_length: sum over a constant length;
-    sequence_sums: mean of each sequence's sum."""
+    """sequences: mean of each rollout's mean; tokens: mean over all tokens; max_length: sum over a constant length;
+    sequence_sums: mean of each rollout's sum. A rollout of several samples is one sequence."""
     options: tuple[str, ...] = ()
     """Options of `AlgorithmConfig` it reads. Setting one that it does not read is refused."""
     levels: tuple[Level, ...] = ("token",)
@@ -85,18 +85,26 @@ class Loss:
 
 
 def token_weights(
-    mask_BT: Tensor, normalization: Normalization, *, max_completion_length: int, num_sequences: int, num_tokens: int
+    mask_BT: Tensor,
+    normalization: Normalization,
+    *,
+    max_completion_length: int,
+    num_sequences: int,
+    num_tokens: int,
+    rollout_tokens_B: Tensor | None = None,
 ) -> Tensor:
     """Weight of each token in a batch's loss; B×T, zero outside the mask.
 
-    num_sequences, num_tokens: of the whole batch before it is split, including samples that were left out because their
-    loss is 0 (no advantage, or too long): they count in the averages, as in TRL.
+    num_sequences, num_tokens: rollouts and tokens of the whole batch before it is split, including samples that were
+    left out because their loss is 0 (no advantage, or too long): they count in the averages, as in TRL.
+    rollout_tokens_B: sampled tokens of each sample's rollout, where rollouts may have several; None = those in its row.
     """
     mask_BT = mask_BT.float()
     if normalization == "tokens":
         return mask_BT / max(num_tokens, 1)
     if normalization == "sequences":
-        return mask_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
+        tokens_B = mask_BT.sum(dim=1) if rollout_tokens_B is None else rollout_tokens_B
+        return mask_BT / tokens_B[:, None].clamp(min=1) / num_sequences
     if normalization == "sequence_sums":
         return mask_BT / num_sequences
     return mask_BT / (num_sequences * max_completion_length)

@@ -36,11 +36,16 @@ SCORE = (
     *("reward_funcs", "reward_weights", "reward_timeout", "reward_trial"),
     *("sandbox", "sandbox_options", "sandbox_timeout", "sandbox_memory_mb"),
 )
+ROLLOUT = (
+    *("environment_factory", "tools", "rollout_source", "rollout_options"),
+    *("max_turns", "max_rollout_tokens", "step_timeout", "rollout_timeout"),
+)
 _PROMPTS = ("How the model is prompted, and where a completion ends: of a run, as it did there.", PROMPTS)
 _SAMPLING = ("The distribution completions are drawn from. Not taken over from a run.", SAMPLING)
 EVAL_GROUPS: Groups = {
     "task": ("What the model attempts. Of a run: its held-out tasks.", TASKS),
     "score": ("What a completion is worth, and where untrusted code runs. Of a run: its own reward.", SCORE),
+    "rollout": ("How a task is attempted, where that takes several turns, and within which limits.", ROLLOUT),
     "prompt": _PROMPTS,
     "sampling": _SAMPLING,
     "machine": (

@@ -29,6 +29,8 @@ FLAG_TYPES: dict[str, Any] = {
     "eval_dataset": str,
     "rename": list[str],
     "rollout_options": list[str],
+    "tools": list[str],
+    "environment_factory": list[str],
     "sandbox_options": list[str],
     "backend_options": list[str],
     "trl_args": list[str],
@@ -36,6 +38,10 @@ FLAG_TYPES: dict[str, Any] = {
 FLAG_HELP = {
     "rename": "Columns to rename, each as `old=new`; reward functions see the new names.",
     "rollout_options": "The source's own options, each as `key=value` (values as in YAML), or all as one JSON object.",
+    "tools": "Functions that the policy may call, typed and with a docstring: `file.py:function` or "
+    "`package.module:function`.",
+    "environment_factory": "A class with `reset` whose other methods are tools, `file.py:Class`; or several by the "
+    "column `environment`, each as `name=file.py:Class`.",
     "sandbox_options": "Arguments of the sandbox, each as `key=value` (values as in YAML), or all as one JSON object, "
     "e.g. `slots=4 modules=[numpy]`; docs/sandbox.md lists them.",
     "backend_options": "Options of the backend's own, each as `key=value` (values as in YAML), or all as one JSON "
@@ -100,6 +106,8 @@ def parse(
     for name, example in OBJECTS.items():
         if name in given:
             given[name] = _object(name, given[name], example)
+    if "environment_factory" in given:
+        given["environment_factory"] = _factories(given["environment_factory"])
     return given
 
 
@@ -211,6 +219,16 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not old or not new:
         raise ConfigError(f"rename: {text!r} is not of the form old=new, e.g. --rename question=prompt")
     return old, new
+
+
+def _factories(texts: list[str]) -> str | dict[str, str]:
+    """One class, or several as `name=file.py:Class`. Raises ConfigError."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return texts[0]
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [text for text, (name, equals, where) in zip(texts, pairs, strict=True) if not (name and where)]:
+        raise ConfigError(f"environment_factory: {wrong[0]!r} is not of the form name=file.py:Class")
+    return {name: where for name, _, where in pairs}
 
 
 def _object(name: str, texts: list[str], example: str) -> dict[str, Any]:

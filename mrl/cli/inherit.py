@@ -23,6 +23,10 @@ SCORE = (
     *("reward_funcs", "reward_weights", "reward_timeout", "reward_trial"),
     *("sandbox", "sandbox_options", "sandbox_timeout", "sandbox_memory_mb"),
 )
+ROLLOUT = (
+    *("rollout_source", "rollout_options", "tools", "environment_factory"),
+    *("max_turns", "max_rollout_tokens", "step_timeout", "rollout_timeout"),
+)
 VLLM = (
     *("vllm_python", "tensor_parallel_size", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager"),
     *("vllm_max_num_seqs", "vllm_args", "vllm_start_timeout", "vllm_stall_timeout"),
@@ -127,6 +131,7 @@ def inherit_all(run: Path, checkpoint: Checkpoint, given: dict[str, Any]) -> Inh
     inherited.options |= _tasks(run, recorded, given)
     _take(inherited, recorded, given, ("prompt_column", "rename"))
     inherited.options |= _score(run, recorded, given)
+    inherited.options |= _attempts(run, recorded, given)
     inherited.options |= inherit_prompts(run, checkpoint, given).options
     _take_engine(inherited, recorded, given)
     return inherited
@@ -227,6 +232,24 @@ def _joined(value: Any) -> str:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+# --- how tasks are attempted ------------------------------------------------------------------------------------------
+
+
+def _attempts(run: Path, recorded: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    implied = any(recorded.get(name) is not None for name in ("tools", "environment_factory"))
+    if (recorded.get("rollout_source", "single_turn") == "single_turn" and not implied) or "rollout_source" in given:
+        return {}
+    for name in ("tools", "environment_factory"):
+        if name not in given and is_description(value := recorded.get(name)):
+            raise ConfigError(
+                f"{run}: its {name} was given in Python ({_joined(value)}) and is not in its record; name it by its "
+                f"file, e.g. --{name.replace('_', '-')} my_game.py:{'Game' if name != 'tools' else 'search'}"
+            )
+    limit = recorded.get("max_rollout_tokens") or recorded.get("max_completion_length")
+    found = {name: recorded[name] for name in ROLLOUT if name in recorded} | {"max_rollout_tokens": limit}
+    return {name: value for name, value in found.items() if name not in given}
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class AlgorithmConfig(Section):
     normalize_advantages: bool = False
     """`rloo`: give the batch's advantages mean 0 and standard deviation 1."""
     discount: float = Field(1.0, ge=0, le=1)
-    """`turn`, `token`, `process`: what a later reward is multiplied by for each turn (`token`: token) before it."""
+    """What a later step reward is multiplied by for each turn (`token`: each token) before it; advantages per rollout
+    are then those of the discounted sum."""
     zero_variance_groups: Literal["keep", "drop", "resample"] = "keep"
     """Groups whose rollouts all earned the same: count in the loss's averages, are left out, or are replaced by
     attempts at further tasks (dynamic sampling, DAPO)."""

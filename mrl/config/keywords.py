@@ -125,6 +125,11 @@ class Options(TypedDict, total=False):
     # rollout
     rollout_source: str
     rollout_options: dict[str, Any]
+    tools: Any
+    environment_factory: Any
+    max_turns: int | None
+    max_rollout_tokens: int | None
+    step_timeout: float | None
     rollout_timeout: float | None
     max_concurrent_rollouts: int | None
     # reward

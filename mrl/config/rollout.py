@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from mrl.config.section import Section
+from mrl.config.section import Section, changed_options
+from mrl.errors import ConfigError
+
+LIMITS = ("max_turns", "max_rollout_tokens", "step_timeout")
+"""Limits of attempts of several turns."""
 
 
 class RolloutConfig(Section):
     """The attempts: which source makes rollouts of tasks, how long one may take, how many run at a time."""
 
     rollout_source: str = "single_turn"
-    """What makes a rollout of a task: `single_turn` (a prompt, a completion), or one that a package registers
-    (docs/extending.md)."""
+    """What makes a rollout of a task: `single_turn` (a prompt, a completion), `tools` (docs/environments.md), or one
+    that a package registers (docs/extending.md)."""
     rollout_options: dict[str, Any] = Field(default_factory=dict)
     """The source's own options, by name."""
+    tools: Any = None
+    """Functions that the policy may call, as TRL takes them: typed, with a docstring; or their names,
+    `file.py:function`. Selects the source `tools`."""
+    environment_factory: Any = None
+    """What makes an environment, as TRL takes it: a class with `reset` whose other methods are tools, or a dict of
+    them by the column `environment`; or names, `file.py:Class`. Selects the source `tools`."""
+    max_turns: int | None = Field(None, ge=1)
+    """Completions of one attempt. This limit and the next three end an attempt with the reward that it has by then, as
+    truncated. None = no limit."""
+    max_rollout_tokens: int | None = Field(None, ge=1)
+    """Tokens that the policy may sample in one attempt of several turns, in each of which `max_tokens` holds, if it is
+    given. None = `max_completion_length`."""
+    step_timeout: float | None = Field(None, gt=0)
+    """Seconds that an environment, or the tools of a turn, may take for one step. None = as long as they like."""
     rollout_timeout: float | None = Field(None, gt=0)
-    """Seconds one attempt may take; then it is a failed rollout. None = no limit."""
+    """Seconds one attempt may take. A `single_turn` that takes longer is a failed rollout. None = no limit."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
     """Attempts under way at a time; None = all of a step. With a limit, sampling is not repeatable to the last bit."""
+
+    @model_validator(mode="after")
+    def _tools_have_their_source(self) -> Self:
+        given = [name for name in ("tools", "environment_factory") if getattr(self, name) is not None]
+        if given and self.source != "tools":
+            raise ConfigError(f"{given[0]}: rollout_source {self.rollout_source} takes none; leave one of the two out")
+        if self.source == "single_turn" and (useless := changed_options(self, LIMITS)):
+            raise ConfigError(
+                f"{useless[0]} has an effect only in attempts of several turns, and rollout_source single_turn makes "
+                "one: leave it out, or give tools or an environment_factory"
+            )
+        return self
+
+    @property
+    def source(self) -> str:
+        """The source's name, which tools and environments imply."""
+        given = self.tools is not None or self.environment_factory is not None
+        return "tools" if given and self.rollout_source == "single_turn" else self.rollout_source
+
+    @property
+    def source_options(self) -> dict[str, Any]:
+        """What the source is made with."""
+        own = {"tools": self.tools, "environment_factory": self.environment_factory}
+        return self.rollout_options | (own if self.source == "tools" else {})

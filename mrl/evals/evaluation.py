@@ -13,10 +13,10 @@ from mrl.config import OrchestratorConfig
 from mrl.errors import DataError, EngineError, TrainingError
 from mrl.evals.stats import Attempts, Interval, mean_reward, pass_rate
 from mrl.loop.collector import Collector
-from mrl.loop.preflight import check_engine, check_names, prepare_evaluation
+from mrl.loop.preflight import check_engine, check_names, prepare_evaluation, sampling_params
 from mrl.loop.resources import check_resources, rollout_resources
 from mrl.loop.reward_trial import try_rewards
-from mrl.loop.spawning import backend_of, sampling_params, spawn_rewards, spawn_rollout
+from mrl.loop.spawning import backend_of, spawn_rewards, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.system.gather import all_of

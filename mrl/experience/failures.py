@@ -9,11 +9,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mrl.algorithms import ADVANTAGES
 from mrl.algorithms.turns import turn_lengths, turn_rewards
 from mrl.config import OrchestratorConfig
 from mrl.errors import TrainingError
-from mrl.experience.groups import is_scored
+from mrl.experience.groups import is_scored, reads_of
 from mrl.types import Group
 
 LISTED = 3
@@ -43,7 +42,7 @@ def check_failures(groups: list[Group], config: OrchestratorConfig, step: int) -
 
 def check_step_rewards(groups: list[Group], config: OrchestratorConfig) -> None:
     """Mark rollouts failed whose step rewards cannot be told apart by turn, where the advantage needs them to be."""
-    if ADVANTAGES.get(config.algorithm.advantage_type).reads != "steps":
+    if reads_of(config) != "steps":
         return
     for rollout in (rollout for group in groups for rollout in group.rollouts if is_scored(rollout)):
         try:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError
 from mrl.rewards.base import Reward
+from mrl.types import TURN_COUNTS
 
 SHOWN = 3
 """How many of the nearest names an error lists."""
@@ -38,7 +39,13 @@ def metric_names(config: OrchestratorConfig, rewards: Sequence[Reward], *, evalu
     if overlap.async_mode != "off" or overlap.by_group:
         names |= {"rollout/staleness_mean", "rollout/staleness_max", "rollout/in_flight_groups"}
         names |= {f"rollout/{what}_groups" for what in ("dropped", "unused", "stopped")}
-    return names | (held_out_names(rewards) if evaluates else set())
+    names |= held_out_names(rewards) if evaluates else set()
+    if config.rollout.source != "single_turn":
+        places = ("rollout", "eval") if evaluates else ("rollout",)
+        names |= {f"{where}/{name}" for where in places for name in TURN_COUNTS}
+    if config.rollout.environment_factory is not None:  # rewards under the classes' names
+        names |= {"reward/", "eval/"} if evaluates else {"reward/"}
+    return names
 
 
 def rollout_names(rewards: Sequence[Reward], prefix: str = "reward") -> set[str]:

@@ -10,7 +10,7 @@ from mrl.algorithms.advantages import zero_variance_fraction
 from mrl.config import OrchestratorConfig
 from mrl.experience.groups import PASS, is_overlong, is_scored, kept_groups
 from mrl.experience.shaping import shaped_reward
-from mrl.types import Group
+from mrl.types import TURN_COUNTS, Group, Rollout
 
 
 def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str = "reward") -> dict[str, float]:
@@ -32,7 +32,7 @@ def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str
             f"{prefix}/pass_rate": sum(reward >= PASS for reward in rewards) / len(rewards),
             f"{prefix}/zero_variance_groups": zero_variance_fraction(torch.tensor(rewards), groups_B),
         }
-        for name in scored[0].rewards:
+        for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
             values = [value for rollout in scored if (value := rollout.rewards.get(name)) is not None]
             if values:
                 metrics |= {f"{prefix}/{name}/mean": fmean(values), f"{prefix}/{name}/std": pstdev(values)}
@@ -41,9 +41,19 @@ def rollout_metrics(groups: list[Group], config: OrchestratorConfig, prefix: str
             f"{where}/completion_length_mean": fmean(lengths),
             f"{where}/completion_length_max": float(max(lengths)),
             f"{where}/truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
-            f"{where}/overlong": float(sum(is_overlong(s, config) for r in rollouts for s in r.samples)),
+            f"{where}/overlong": float(sum(is_overlong(r, config) for r in rollouts)),
         }
-    return metrics
+    return metrics | _turn_metrics(rollouts, where)
+
+
+def _turn_metrics(rollouts: list[Rollout], where: str) -> dict[str, float]:
+    """Means per rollout of what sources of several turns count."""
+    generated = [rollout for rollout in rollouts if rollout.samples]
+    return {
+        f"{where}/{name}": fmean(rollout.metrics.get(name, 0.0) for rollout in generated)
+        for name in TURN_COUNTS
+        if any(name in rollout.metrics for rollout in generated)
+    }
 
 
 def shaping_metrics(groups: list[Group], config: OrchestratorConfig) -> dict[str, float]:

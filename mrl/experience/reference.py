@@ -27,9 +27,10 @@ def reference_samples(groups: list[Group], config: OrchestratorConfig) -> list[S
     """The samples that lack them, whatever their reward turns out to be."""
     if config.algorithm.beta == 0:
         return []
-    samples = [sample for group in groups for rollout in group.rollouts for sample in rollout.samples]
-    in_reward = config.algorithm.kl_in == "reward"
-    return [s for s in samples if s.reference_logprobs is None and (in_reward or is_trainable(s, config))]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if config.algorithm.kl_in != "reward":
+        rollouts = [rollout for rollout in rollouts if is_trainable(rollout, config)]
+    return [s for rollout in rollouts for s in rollout.samples if s.reference_logprobs is None]
 
 
 def set_reference_logprobs(samples: Sequence[Sample], logprobs: Sequence[list[float]]) -> None:

@@ -50,13 +50,12 @@ def _shape_by_length(groups: list[Group], config: OrchestratorConfig) -> None:
         rollouts = [rollout for rollout in group.rollouts if is_scored(rollout)]
         if algorithm.soft_punish_cache:
             for rollout in rollouts:
-                longest = max(len(sample.completion_ids) for sample in rollout.samples)
                 punishment = soft_overlong_punishment(
-                    longest, algorithm.max_completion_length, algorithm.soft_punish_cache
+                    rollout.num_tokens, algorithm.max_completion_length, algorithm.soft_punish_cache
                 )
                 rollout.metrics[OVERLONG] = algorithm.overlong_penalty * punishment
         if algorithm.length_penalty:
-            lengths = [sum(sum(sample.mask) for sample in rollout.samples) for rollout in rollouts]
+            lengths = [rollout.num_tokens for rollout in rollouts]
             correct = [rollout.reward is not None and rollout.reward >= PASS for rollout in rollouts]
             for rollout, score in zip(rollouts, length_rewards(lengths, correct), strict=True):
                 rollout.metrics[LENGTH] = algorithm.length_penalty * score

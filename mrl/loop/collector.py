@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
+from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig
 from mrl.loop.preflight import Prepared
-from mrl.loop.spawning import sampling_params
-from mrl.rollouts import ROLLOUT_SOURCES, PolicyClient, SourceSetup
+from mrl.rollouts import PolicyClient
 from mrl.rollouts.runner import Runner
-from mrl.types import Group, Task
+from mrl.types import Group, Rollout, Task
 from mrl.workers.reward_pool import RewardPool
 from mrl.workers.scoring import TrainerState, score_groups
 
@@ -41,15 +42,21 @@ class Collector:
     runner: Runner
     rewards: RewardPool
     early: bool
+    environment_of: Callable[[Rollout], Any] | None = None
+    """Where reward functions may look at environments; a source's, which keeps them until they were `scored`."""
+    scored: Callable[[Rollout], None] = lambda rollout: None
 
     @classmethod
     def of(cls, config: OrchestratorConfig, prepared: Prepared, policy: PolicyClient, rewards: RewardPool) -> Collector:
         """As a run's options say."""
         options = config.rollout
-        setup = SourceSetup(prepared.tokenizer, prepared.encoder, sampling_params(config))
-        source = ROLLOUT_SOURCES.get(options.rollout_source).create(setup, **options.rollout_options)
-        runner = Runner(source, policy, timeout=options.rollout_timeout, at_once=options.max_concurrent_rollouts)
-        return cls(runner, rewards, prepared.early_scoring)
+        timeout, at_once = options.rollout_timeout, options.max_concurrent_rollouts
+        runner = Runner(prepared.source, policy, timeout=timeout, at_once=at_once)
+        collector = cls(runner, rewards, prepared.early_scoring)
+        keep = getattr(prepared.source, "keep_environments", None)
+        if keep is not None and BACKENDS.get(config.runtime.backend).shares_memory:
+            collector.environment_of, collector.scored = keep()
+        return collector
 
     async def collect(
         self,
@@ -76,7 +83,11 @@ class Collector:
         beside: list[asyncio.Future[None]] = []
 
         async def score(groups: list[Group]) -> None:
-            metrics = await score_groups(self.rewards, groups, state)
+            try:
+                metrics = await score_groups(self.rewards, groups, state, self.environment_of)
+            finally:
+                for rollout in (rollout for group in groups for rollout in group.rollouts):
+                    self.scored(rollout)
             scored[id(groups[0])] = sum(len(group.rollouts) for group in groups), metrics
 
         def ended(group: Group) -> None:

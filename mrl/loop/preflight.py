@@ -20,13 +20,13 @@ from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
 from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
 from mrl.models import context_length, load_config, load_tokenizer, pick_device
-from mrl.rollouts import ROLLOUT_SOURCES, check_source
+from mrl.rollouts import ROLLOUT_SOURCES, BatchSource, RolloutSource, SourceSetup, TurnLimits, check_source
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.sandbox import SANDBOXES
 from mrl.sync import SYNC_METHODS
 from mrl.system.units import plural, size
 from mrl.tracking import check_trackers
-from mrl.types import Task, derive_seed
+from mrl.types import SamplingParams, Task, derive_seed
 from mrl.workers.reward import RewardWorker
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Prepared:
     counts: Counts
     early_scoring: bool
     """Whether a group is scored while others are still being sampled."""
+    source: RolloutSource | BatchSource
+    """What makes the rollouts."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     )
     for part in (tasks, eval_tasks):
         if part:
-            check_rewards(rewards, part)
+            check_rewards(rewards, part, config)
     counts = Counts(taken_of(len(tasks), all_tasks), taken_of(len(eval_tasks), all_eval_tasks))
     prepared = _with_model(config, tasks, eval_tasks, counts, rewards)
     if colocated:
@@ -98,8 +100,9 @@ def prepare(config: OrchestratorConfig) -> Prepared:
 
 def _let_source_score(config: OrchestratorConfig) -> None:
     """A source whose rollouts arrive with their reward needs no reward function."""
-    source = ROLLOUT_SOURCES.get(config.rollout.rollout_source)
-    if config.reward.reward_funcs is None and getattr(source, "scores", False):
+    source = ROLLOUT_SOURCES.get(config.rollout.source)
+    scores = getattr(source, "scores", False)
+    if config.reward.reward_funcs is None and (scores(**config.rollout.source_options) if callable(scores) else scores):
         config.reward.reward_funcs = "own"
 
 
@@ -149,7 +152,7 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     check_engine(config)
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
-    check_rewards(rewards, tasks)
+    check_rewards(rewards, tasks, config)
     if by is not None:
         require_columns(tasks, [by], "by: breaking the results down")
     return _with_model(config, tasks, [], Counts(taken_of(len(tasks), all_tasks), "0"), rewards)
@@ -183,9 +186,10 @@ def colocated_places(config: OrchestratorConfig) -> list[int]:
     return [place for place, own in enumerate(gpus) if actor in own]
 
 
-def check_rewards(rewards: RewardWorker, tasks: list[Task]) -> None:
+def check_rewards(rewards: RewardWorker, tasks: list[Task], config: OrchestratorConfig) -> None:
     """Raise RewardError or DataError when a reward cannot score these tasks."""
-    rewards.check_columns(list(tasks[0].columns))
+    looks = config.rollout.environment_factory is not None and BACKENDS.get(config.runtime.backend).shares_memory
+    rewards.check_columns([*tasks[0].columns, *(["environments"] if looks else [])])
     rewards.check_rows([(task.id, task.columns) for task in tasks])
 
 
@@ -288,8 +292,40 @@ def _with_model(
     for part in (tasks, eval_tasks):
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
     notices = _notices(config, max_model_len)
+    setup = SourceSetup(tokenizer, encoder, sampling_params(config), turn_limits(config))
+    made = ROLLOUT_SOURCES.get(config.rollout.source).create(setup, **config.rollout.source_options)
+    gives = getattr(made, "gives_rewards", None)
+    if config.reward.reward_funcs == "own" and gives is not None and not gives():
+        raise ConfigError("reward_funcs: the environment has no get_reward, so give a function that says what counts")
+    if check := getattr(made, "check_tasks", None):
+        check([*tasks, *eval_tasks])
     early = _can_score_early(config, rewards)
-    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, early)
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, early, made)
+
+
+def sampling_params(config: OrchestratorConfig) -> SamplingParams:
+    """The run's sampling distribution and limits."""
+    generation = config.generation
+    return SamplingParams(
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        min_p=generation.min_p,
+        max_tokens=config.sampled_tokens,
+        stop=tuple(generation.stop),
+    )
+
+
+def turn_limits(config: OrchestratorConfig) -> TurnLimits:
+    """The run's limits of attempts of several turns."""
+    options = config.rollout
+    return TurnLimits(
+        turns=options.max_turns,
+        turn_tokens=config.generation.max_tokens,
+        rollout_tokens=options.max_rollout_tokens or config.algorithm.max_completion_length,
+        step_seconds=options.step_timeout,
+        rollout_seconds=options.rollout_timeout,
+    )
 
 
 def _can_score_early(config: OrchestratorConfig, rewards: RewardWorker) -> bool:
@@ -311,7 +347,7 @@ def check_names(config: OrchestratorConfig) -> None:
         (SANDBOXES, config.reward.sandbox),
     ):
         registry.get(name)
-    source = check_source(config.rollout.rollout_source, config.rollout.rollout_options)
+    source = check_source(config.rollout.source, config.rollout.source_options)
     for limit in ("rollout_timeout", "max_concurrent_rollouts"):
         if hasattr(source, "collect") and getattr(config.rollout, limit) is not None:
             raise ConfigError(

@@ -182,7 +182,9 @@ def _threads_kept() -> Iterator[Any]:
 
 
 def _config_for_replay(run: Path, device: str | None) -> OrchestratorConfig:
-    options = {name: value for name, value in stored_options(run).items() if name in flat_fields()}
+    # How the attempts were made does not matter any more, and tools of theirs may have been given in Python.
+    fields = {name: section for name, (section, _) in flat_fields().items() if section != "rollout"}
+    options = {name: value for name, value in stored_options(run).items() if name in fields}
     options = {name: value for name, value in options.items() if not is_description(value)}
     options |= {"resume": None, "allow_change": []} | ({} if device is None else {"device": device})
     return OrchestratorConfig.from_flat(**options)

@@ -206,7 +206,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def is_description(value: Any) -> bool:
     """Whether a recorded option stands for a Python object that could not be written down."""
-    values = value if isinstance(value, list) else [value]
+    values = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
     return any(isinstance(item, str) and item.startswith("<") and item.endswith(">") for item in values)
 
 
@@ -214,4 +214,6 @@ def _comparable(value: Any) -> Any:
     """A recorded function without its file and line, which may change; the function itself may not."""
     if isinstance(value, list):
         return [_comparable(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _comparable(item) for name, item in value.items()}
     return value.partition(", ")[0] if is_description(value) else value

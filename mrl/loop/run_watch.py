@@ -3,14 +3,14 @@ without a signal. Each cause is reported when it is first seen and whenever it h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.algorithms import ADVANTAGES
 from mrl.config import OrchestratorConfig
 from mrl.experience.failures import cause_key, group_causes, in_one_line
-from mrl.experience.groups import PASS, has_signal, is_scored
+from mrl.experience.groups import PASS, has_signal, is_scored, reads_of
 from mrl.store.find import shortest_name
 from mrl.store.read import RunReader
 from mrl.system.shell import command
@@ -40,7 +40,7 @@ class RunWatch:
         self._tallies: dict[str, _Tally] = {}
         self._alike = 0
         """Steps up to now, in a row, in which no group's rewards differed."""
-        self._reads = ADVANTAGES.get(config.algorithm.advantage_type).reads
+        self._reads = reads_of(config)
 
     def look(self, step: int, groups: list[Group]) -> None:
         """At a step's rollouts, with their rewards and, where they are known, advantages."""
@@ -91,8 +91,10 @@ class RunWatch:
             return
         if count := self._count("truncated", 1):
             limit = self.config.sampled_tokens
-            reached = max(len(rollout.completion_ids) for rollout in cut) >= limit
+            reached = max(rollout.num_tokens for rollout in cut) >= limit
             where = f"after {limit:,} tokens (max_tokens)" if reached else "where the context ends (max_model_len)"
+            if limits := Counter(rollout.limit for rollout in cut if rollout.limit):
+                where = "at " + ", ".join(f"{name} ({count:,})" for name, count in limits.most_common())
             so_far = f"; {count:,} such steps so far" if count > 1 else ""
             self.warn(
                 f"step {step}: {len(cut):,} of {len(rollouts):,} completions were cut {where} and scored "

@@ -12,7 +12,7 @@ from mrl.loop.colocate import gpu_share
 from mrl.loop.preflight import colocated_places, engine_gpus, reward_worker_args
 from mrl.loop.resources import actor_resources, base_name, model_for, reward_resources, rewards_for, rollout_resources
 from mrl.sync import SYNC_METHODS, WeightSync
-from mrl.types import SamplingParams, derive_seed
+from mrl.types import derive_seed
 from mrl.workers.reward_pool import RewardPool
 
 ACTOR = "actor"
@@ -121,17 +121,4 @@ def make_sync(config: OrchestratorConfig, folder: Path) -> WeightSync:
         lora=config.serving.lora_sync if config.model.use_lora else None,
         shares_modules=BACKENDS.get(runtime.backend).shares_memory,
         **(extra if runtime.weight_sync_method == "delta" else {}),
-    )
-
-
-def sampling_params(config: OrchestratorConfig) -> SamplingParams:
-    """The run's sampling distribution and limits."""
-    generation = config.generation
-    return SamplingParams(
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-        max_tokens=config.sampled_tokens,
-        stop=tuple(generation.stop),
     )

@@ -73,13 +73,15 @@ def versions(group: Group) -> list[int]:
 
 
 def staleness(groups: list[Group], version: int) -> dict[str, float]:
-    """Policy versions from the sampler of a token to the actor that trains on it: mean over tokens, and maximum."""
+    """Policy versions from the sampler of a token to the actor that trains on it: mean over sampled tokens, and
+    maximum."""
     behind: list[tuple[int, int]] = []
     for sample in (s for group in groups for rollout in group.rollouts for s in rollout.samples):
         if isinstance(sample.policy_version, int):
-            behind.append((version - sample.policy_version, len(sample.completion_ids)))
+            behind.append((version - sample.policy_version, sample.num_sampled))
         else:
-            behind += [(version - v, 1) for v in sample.policy_version]
+            pairs = zip(sample.policy_version, sample.mask, strict=True)
+            behind += [(version - v, 1) for v, sampled in pairs if sampled]
     tokens = sum(count for _, count in behind)
     if not tokens:
         return {}

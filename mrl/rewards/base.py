@@ -20,6 +20,8 @@ class RewardRequest:
     """The task's dataset columns and whatever the rollout source added."""
     task_id: str = ""
     """Rollouts of one task are scored in one call."""
+    own: dict[str, float | None] = field(default_factory=dict)
+    """Rewards that it brought, by name, which are added to what the functions give; None = does not apply."""
 
 
 @dataclass(slots=True)

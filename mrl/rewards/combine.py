@@ -34,9 +34,10 @@ async def score_rows(
 ) -> RewardReport:
     """Score a batch with all rewards concurrently.
 
-    A row's reward is the mean of its rewards that are not `None`, or their sum weighted by `weights`. It is `None`,
-    with an error, when a reward failed on the row or none applied. timeout: seconds for a reward that is not `bounded`.
-    trainer_state: an object or a dict. Raises RewardError when a reward breaks its contract.
+    A row's reward is the mean of its rewards that are not `None`, or their sum weighted by `weights`, and what it
+    brought itself, with weight 1. It is `None`, with an error, when a reward failed on the row or none applied.
+    timeout: seconds for a reward that is not `bounded`. trainer_state: an object or a dict. Raises RewardError when a
+    reward breaks its contract.
     """
     state = AttributeDict(trainer_state or {}) if isinstance(trainer_state, dict | None) else trainer_state
     tasks = [asyncio.ensure_future(_score_one(reward, requests, state, timeout)) for reward in rewards]
@@ -47,7 +48,7 @@ async def score_rows(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    results = [_combine(row, scores, weights) for row in range(len(requests))]
+    results = [_combine(row, scores, weights, request.own) for row, request in enumerate(requests)]
     return RewardReport(results, _metrics(scores))
 
 
@@ -82,18 +83,22 @@ async def _score_one(reward: Reward, requests: list[RewardRequest], state: Any, 
     return scores
 
 
-def _combine(row: int, scores: dict[str, Scores], weights: Sequence[float] | None) -> RewardResult:
-    result = RewardResult(None, {name: s.values[row] for name, s in scores.items()}, extra=_extra(row, scores))
+def _combine(
+    row: int, scores: dict[str, Scores], weights: Sequence[float] | None, own: dict[str, float | None]
+) -> RewardResult:
+    values = {name: s.values[row] for name, s in scores.items()}
+    result = RewardResult(None, values | own, extra=_extra(row, scores))
     errors = [s.errors[row] for s in scores.values() if row in s.errors]
     if errors:
         result.error = "; ".join(errors)
         return result
-    parts = [(v, weights[k] if weights else 1.0) for k, v in enumerate(result.rewards.values()) if v is not None]
-    if not parts:
+    parts = [(v, weights[k] if weights else 1.0) for k, v in enumerate(values.values()) if v is not None]
+    brought = [value for value in own.values() if value is not None]
+    if not parts and not brought:
         result.error = f"no reward function scored it ({', '.join(scores)} returned None)"
         return result
     total = sum(value * weight for value, weight in parts)
-    result.reward = total if weights else total / len(parts)
+    result.reward = (total if weights else total / max(len(parts), 1)) + sum(brought)
     if not math.isfinite(result.reward):
         result.reward, result.error = None, f"the rewards add up to {result.reward}"
     return result

@@ -1,4 +1,4 @@
-"""`own`: rollouts bring their reward, from an environment or whoever made them."""
+"""`own`: rollouts bring their reward, from an environment or whoever made them, and nothing is added to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mrl.rewards.base import RewardRequest, Scores
 
 
 class OwnReward:
-    """Scores nothing: a rollout that arrives with a reward is not asked about, and one without has failed."""
+    """Scores nothing: a rollout that arrives without any reward has failed."""
 
     name = "own"
     bounded = True
@@ -16,5 +16,6 @@ class OwnReward:
     logged = ()
 
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:
-        """Every rollout that comes here lacks a reward."""
-        return Scores.failed(len(requests), "the rollout source gave it no reward")
+        """A rollout that arrived with a whole reward does not come here, one with parts of it may."""
+        without = [row for row, request in enumerate(requests) if all(v is None for v in request.own.values())]
+        return Scores([None] * len(requests), dict.fromkeys(without, "the rollout source gave it no reward"))

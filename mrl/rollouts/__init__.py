@@ -7,10 +7,12 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.registry import Registry
-from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource, SourceSetup
+from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource, SourceSetup, TurnLimits
 
 ROLLOUT_SOURCES: Registry[type[RolloutSource] | type[BatchSource]] = Registry(
-    "rollouts", "rollout_source", {"single_turn": "mrl.rollouts.single_turn:SingleTurn"}
+    "rollouts",
+    "rollout_source",
+    {"single_turn": "mrl.rollouts.single_turn:SingleTurn", "tools": "mrl.rollouts.tools.source:ToolSource"},
 )
 
 
@@ -26,4 +28,12 @@ def check_source(name: str, options: dict[str, Any]) -> type[RolloutSource] | ty
     return member
 
 
-__all__ = ["ROLLOUT_SOURCES", "BatchSource", "PolicyClient", "RolloutSource", "SourceSetup", "check_source"]
+__all__ = [
+    "ROLLOUT_SOURCES",
+    "BatchSource",
+    "PolicyClient",
+    "RolloutSource",
+    "SourceSetup",
+    "TurnLimits",
+    "check_source",
+]

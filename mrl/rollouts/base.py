@@ -7,7 +7,7 @@ the same for all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from mrl.types import Completion, GenerateRequest, Group, Rollout, SamplingParams, Task
@@ -34,6 +34,22 @@ class PolicyClient(Protocol):
 
 
 @dataclass(frozen=True)
+class TurnLimits:
+    """What ends an attempt before it is done; then it is truncated, with the reward that it has. None = no limit."""
+
+    turns: int | None = None
+    """Completions."""
+    turn_tokens: int | None = None
+    """Sampled tokens of a completion."""
+    rollout_tokens: int | None = None
+    """Sampled tokens of all of them."""
+    step_seconds: float | None = None
+    """Of the environment's part of a turn."""
+    rollout_seconds: float | None = None
+    """Of the whole attempt."""
+
+
+@dataclass(frozen=True)
 class SourceSetup:
     """What a source is made from, besides its own options (`rollout_options`)."""
 
@@ -41,14 +57,19 @@ class SourceSetup:
     encoder: PromptEncoder
     sampling: SamplingParams
     """The run's distribution and limits, for every request."""
+    limits: TurnLimits = field(default_factory=TurnLimits)
+    """Of attempts of several turns."""
 
 
 @runtime_checkable
 class RolloutSource(Protocol):
     """Implemented by one file per kind of experience in this package.
 
-    Optional attribute: `scores = True` where its rollouts arrive with their reward, so that a run needs no reward
-    function. A rollout that has a reward is not scored again.
+    Optional attributes: `scores = True` where its rollouts arrive with their reward, so that a run needs no reward
+    function (a method, if that depends on the source's options, which it then gets); `gives_rewards()` says of an
+    object whether it really does. A rollout that has a reward is not scored again; parts in `Rollout.rewards` are added
+    to what reward functions give. `keeps_time = True` where it ends attempts at their limits itself
+    (`mrl.rollouts.multi_turn`), so that `rollout_timeout` does not fail them.
     """
 
     @classmethod

@@ -40,7 +40,8 @@ class Runner:
         timeout: float | None = None,
         at_once: int | None = None,
     ) -> None:
-        self.source, self.policy, self.timeout = source, policy, timeout
+        self.source, self.policy = source, policy
+        self.timeout = None if getattr(source, "keeps_time", False) else timeout
         self.places = None if at_once is None else asyncio.Semaphore(at_once)
         self.in_flight = self.ended = 0
 

@@ -80,7 +80,7 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     )
     for part in (tasks, eval_tasks):
         if part and rewards is not None:
-            check_rewards(rewards, part)
+            check_rewards(rewards, part, config)
     context = context_length(load_config(config.model), config.model.max_model_len)
     encoder = PromptEncoder(load_tokenizer(config.model), config.data.prompt_format, config.data.system_prompt)
     if spec.online:

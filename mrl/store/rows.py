@@ -16,7 +16,7 @@ ROLLOUT_COLUMNS = (
     *("key", "step_id", "task_key", "group_index", "id", "attempt", "status", "error", "reward", "advantage"),
     *("tokens", "finish_reason", "rewards"),
 )
-CONTENT_KEYS = ("step_rewards", "metrics", "extra", "seconds")
+CONTENT_KEYS = ("step_rewards", "metrics", "extra", "seconds", "limit")
 LAST_MESSAGE = "last message"
 """Where the completion is when it is the text of the last message: it is not stored twice."""
 
@@ -175,7 +175,8 @@ def read_rollout(row: Mapping[str, Any]) -> dict[str, Any]:
         "completion": completion,
         "samples": decode_samples(row["samples"]),
         "step_rewards": texts.get("step_rewards", []),
-        **{name: texts.get(name, {}) for name in CONTENT_KEYS[1:]},
+        "limit": texts.get("limit", ""),
+        **{name: texts.get(name, {}) for name in CONTENT_KEYS[1:-1]},
     }
 
 

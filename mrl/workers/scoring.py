@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from mrl.rewards.base import RewardRequest
-from mrl.types import Group
+from mrl.types import Group, Rollout
 from mrl.workers.reward_pool import RewardPool
 
 
@@ -20,8 +22,15 @@ class TrainerState:
     """Passes over the tasks so far; None during an evaluation."""
 
 
-async def score_groups(rewards: RewardPool, groups: list[Group], state: TrainerState) -> dict[str, float]:
+async def score_groups(
+    rewards: RewardPool,
+    groups: list[Group],
+    state: TrainerState,
+    environment_of: Callable[[Rollout], Any] | None = None,
+) -> dict[str, float]:
     """Fill in the rewards of every rollout that was generated and has none. Returns what the functions logged.
+
+    environment_of: the object that a rollout was made with, for functions that look at `environments`, as in TRL.
 
     A rollout that could not be scored is marked failed, with the function and the reason. Raises RewardError when a
     function breaks its contract.
@@ -33,10 +42,10 @@ async def score_groups(rewards: RewardPool, groups: list[Group], state: TrainerS
         for rollout in group.rollouts
         if rollout.status == "ok" and rollout.reward is None
     ]
-    requests = [
-        RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, task.columns | r.extra, task.id)
-        for task, r in pending
-    ]
+    requests = []
+    for task, r in pending:
+        columns = task.columns | r.extra | ({} if environment_of is None else {"environments": environment_of(r)})
+        requests.append(RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, columns, task.id, r.rewards))
     if not requests:
         return {}
     report = await rewards.score(requests, state)

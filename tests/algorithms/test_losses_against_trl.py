@@ -61,13 +61,20 @@ AROUND: dict[str, dict[str, Any]] = {
 }
 
 
-def tensors(seed: int) -> dict[str, Tensor]:
+def tensors(seed: int, *, environment: bool = False) -> dict[str, Tensor]:
+    """environment: some tokens of each completion are an environment's."""
     rng = torch.Generator().manual_seed(seed)
     mask = torch.ones(B, T)
     for row, length in enumerate(torch.randint(1, T + 1, (B,), generator=rng)):
         mask[row, length:] = 0
     old = -2 * torch.rand(B, T, generator=rng)
-    return {
+    masks = {}
+    if environment:
+        tool = (torch.rand(B, T, generator=rng) > 0.4).float()
+        tool[:, 0] = 1
+        masks = {"completion": mask, "tool": tool}
+        mask = mask * tool
+    return masks | {
         "logprobs": old + 0.4 * torch.randn(B, T, generator=rng),
         "old": old,
         "sampler": old + 0.3 * torch.randn(B, T, generator=rng),
@@ -104,8 +111,8 @@ def correction_of_trl(config: AlgorithmConfig, data: dict[str, Tensor]) -> Tenso
             vllm_importance_sampling_clip_min=config.importance_sampling_floor,
             vllm_importance_sampling_clip_max=config.importance_sampling_cap,
         ),
-        "completion_mask": data["mask"],
-        "tool_mask": None,
+        "completion_mask": data.get("completion", data["mask"]),
+        "tool_mask": data.get("tool"),
         "old_per_token_logps": data["old"],
         "sampling_per_token_logps": data["sampler"],
     }
@@ -166,12 +173,14 @@ def trl_loss(name: str, config: AlgorithmConfig, level: str, data: dict[str, Ten
         "prompt_ids": torch.zeros(B, 1, dtype=torch.long),
         "prompt_mask": torch.ones(B, 1),
         "completion_ids": torch.zeros(B, T, dtype=torch.long),
-        "completion_mask": data["mask"],
+        "completion_mask": data.get("completion", data["mask"]),
         "advantages": data["advantages"],
         "old_per_token_logps": data["old"],
         "ref_per_token_logps": data["ref"],
         "num_items_in_batch": data["mask"].sum(),
     }
+    if "tool" in data:
+        inputs["tool_mask"] = data["tool"]
     if corrects:
         inputs["importance_sampling_ratio"] = correction_of_trl(config, data)
     loss: Tensor = trl.GRPOTrainer._compute_loss(stub, None, inputs)
@@ -201,6 +210,14 @@ def test_value_and_gradient_agree_with_trl(
     compare(token_batch_of, name, level, around, range(1))
 
 
+@pytest.mark.parametrize("around", ["alone", "kl", "everything"])
+@pytest.mark.parametrize(("name", "level"), EVERY)
+def test_the_environments_tokens_are_left_out_as_by_trl(
+    token_batch_of: Callable[..., Any], name: str, level: str, around: str
+) -> None:
+    compare(token_batch_of, name, level, around, range(3), environment=True)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "level"), EVERY)
 def test_they_agree_on_many_tensors(token_batch_of: Callable[..., Any], name: str, level: str) -> None:
@@ -208,7 +225,9 @@ def test_they_agree_on_many_tensors(token_batch_of: Callable[..., Any], name: st
         compare(token_batch_of, name, level, around, range(1, 40))
 
 
-def compare(token_batch_of: Callable[..., Any], name: str, level: str, around: str, seeds: range) -> None:
+def compare(
+    token_batch_of: Callable[..., Any], name: str, level: str, around: str, seeds: range, *, environment: bool = False
+) -> None:
     options = {"importance_sampling": "none", "max_completion_length": MAX_LENGTH, **AROUND[around]}
     if name == "cispo":
         options["epsilon_high"] = 1.5
@@ -222,7 +241,7 @@ def compare(token_batch_of: Callable[..., Any], name: str, level: str, around: s
         assert around in expected_refusals
         return
     for seed in seeds:
-        data = tensors(seed)
+        data = tensors(seed, environment=environment)
         theirs, mine = (
             [data["logprobs"].clone().requires_grad_(), data["entropy"].clone().requires_grad_()] for _ in range(2)
         )

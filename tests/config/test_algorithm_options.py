@@ -174,7 +174,7 @@ def test_all_combinations_train_or_are_refused(actor: ActorWorker, loss_type: st
             "scale_rewards has an effect only with another advantage",
         ),
         ({"normalize_advantages": True}, "only with advantage_type: rloo"),
-        ({"discount": 0.9}, r"discount has an effect only with another advantage_type \(process, token, turn\)"),
+        ({"advantage_type": "gdpo", "discount": 0.9}, r"discount has an effect only with another advantage_type"),
         ({"advantage_type": "maxrl", "length_penalty": 0.1}, "length_penalty makes rewards negative.*maxrl"),
         ({"advantage_type": "maxrl", "beta": 0.1, "kl_in": "reward"}, "kl_in: reward makes rewards negative"),
         ({"max_resamples": 5}, "only with zero_variance_groups: resample"),

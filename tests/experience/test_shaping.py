@@ -96,7 +96,7 @@ async def test_reference_logprobs_are_asked_for_once_and_only_where_they_are_not
     made, actor = groups(), Actor()
     await add_reference_logprobs(made, config(), actor)  # type: ignore[arg-type]
     assert actor.calls == []
-    chosen = config(beta=0.1)
+    chosen = config(beta=0.1, max_completion_length=16)  # of a rollout, over both its samples
     await add_reference_logprobs(made[:1], chosen, actor)  # type: ignore[arg-type]
     await add_reference_logprobs(made, chosen, actor)  # type: ignore[arg-type]
     await add_reference_logprobs(made, chosen, actor)  # type: ignore[arg-type]

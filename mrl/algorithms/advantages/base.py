@@ -23,7 +23,7 @@ class AdvantageInputs:
     """The inputs of every advantage."""
 
     rewards_B: Tensor
-    """Each rollout's reward, shaping (length, KL) included."""
+    """Each rollout's reward, shaping (length, KL) included; discounted, if the advantage has the option `discount`."""
     groups_B: Tensor
     """The group each rollout belongs to, integers from 0. Groups may differ in size: rollouts that could not be scored
     are left out."""

@@ -64,4 +64,4 @@ def _compute(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
     return group_advantages(inputs.rewards_B, inputs.groups_B, settings.scale)
 
 
-GROUP = Advantage(_compute, options=("scale_rewards",))
+GROUP = Advantage(_compute, options=("scale_rewards", "discount"))

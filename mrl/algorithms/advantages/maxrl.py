@@ -27,4 +27,4 @@ def maxrl(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
     return torch.where(means_B > 0, (inputs.rewards_B - means_B) / means_B.clamp(min=1e-12), 0.0)
 
 
-MAXRL = Advantage(maxrl, takes_negative=False)
+MAXRL = Advantage(maxrl, options=("discount",), takes_negative=False)

@@ -31,5 +31,5 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, settings: AdvantageSettings) 
     return standardize(inputs.rewards_B - group_means(inputs.rewards_B, inputs.groups_B)[0])
 
 
-REINFORCE_PP = Advantage(reinforce_pp)
-REINFORCE_PP_BASELINE = Advantage(reinforce_pp_baseline)
+REINFORCE_PP = Advantage(reinforce_pp, options=("discount",))
+REINFORCE_PP_BASELINE = Advantage(reinforce_pp_baseline, options=("discount",))

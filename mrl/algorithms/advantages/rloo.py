@@ -26,4 +26,4 @@ def rloo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
     return standardize(advantages_B) if settings.normalize else advantages_B
 
 
-RLOO = Advantage(rloo, options=("normalize_advantages",))
+RLOO = Advantage(rloo, options=("normalize_advantages", "discount"))

@@ -1,0 +1,183 @@
+"""Environments as TRL's `environment_factory` makes them: objects with `reset`, whose other methods are tools."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.errors import ConfigError, EnvError
+from mrl.rollouts.tools.functions import Tool, described, distinct, found
+
+_NO_TOOLS = ("reset", "get_reward")
+
+
+class OwnThread:
+    """Runs an object's functions, all on one thread of its own: browsers and databases insist on that.
+
+    The thread lives as long as the object is used, and keeps no process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What it returns or raises. Cancelled, it is not waited for any more, and runs to its end all the same."""
+        answer: Future[Any] = Future()
+        self._work.put((lambda: function(*args, **kwargs), answer))
+        return await asyncio.wrap_future(answer)
+
+    def end(self) -> None:
+        """After what has begun."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            function, answer = item
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                result = function()
+            except BaseException as error:  # raised again where the answer is awaited
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+            del function, answer, item
+
+
+@dataclass
+class Environment:
+    """An instance, with the thread that it lives on."""
+
+    instance: Any
+    thread: OwnThread
+    tools: dict[str, Tool] = field(default_factory=dict)
+    """Its methods, and the tools that every task has."""
+
+    @property
+    def name(self) -> str:
+        """Of its class, under which its reward is recorded."""
+        return type(self.instance).__name__
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether it has `get_reward`."""
+        return hasattr(type(self.instance), "get_reward")
+
+    async def call(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+        """One of its methods, which may be asynchronous."""
+        if inspect.iscoroutinefunction(function):
+            return await function(**kwargs)
+        try:
+            result = await self.thread.call(function, **kwargs)
+        except asyncio.CancelledError:
+            # It may run on for as long as it likes; the reward by now is asked for on another thread.
+            self.thread.end()
+            self.thread = OwnThread("mrl-environment")
+            raise
+        return await result if inspect.isawaitable(result) else result
+
+    async def reward(self) -> float | None:
+        """What `get_reward` gives. Raises EnvError for what is no number."""
+        value = await self.call(self.instance.get_reward)
+        if value is None:
+            return None
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            return float(value)
+        if hasattr(value, "item") and getattr(value, "size", None) == 1:  # numpy's numbers
+            return float(value.item())
+        raise EnvError(f"{described(self.instance.get_reward)} gave {value!r}, not a finite number")
+
+
+class Environments:
+    """The instances of a run's environments: made when none is free, and reset for each attempt.
+
+    factory: a callable, a dict of them by the column `environment`, or names of these. common: tools of every task.
+    Raises ConfigError for what is no environment, naming class and line: an instance of each is made to look at it.
+    """
+
+    def __init__(self, factory: Any, common: list[Tool]) -> None:
+        self.by_column = isinstance(factory, dict)
+        given = factory if isinstance(factory, dict) else {None: factory}
+        self.factories: dict[str | None, Callable[[], Any]] = {
+            name: found(one, _option(name)) for name, one in given.items()
+        }
+        self.common = common
+        self.free: dict[str | None, list[Environment]] = {}
+        for name, make in self.factories.items():
+            if not callable(make):
+                raise ConfigError(f"{_option(name)}: {make!r} cannot be called to make an environment; give a class")
+            self.free[name] = [self._checked(name, make)]
+
+    def scores(self) -> bool:
+        """Whether every environment gives a reward itself."""
+        return all(environment.gives_reward for free in self.free.values() for environment in free)
+
+    def key_of(self, columns: dict[str, Any]) -> str | None:
+        """Which of the factories a task wants. Raises ConfigError."""
+        if not self.by_column:
+            return None
+        name = columns.get("environment")
+        if name not in self.factories:
+            raise ConfigError(
+                f"environment_factory: the column 'environment' has {name!r}, and there is no such environment; it "
+                f"has {', '.join(map(repr, self.factories))}"
+            )
+        return str(name)
+
+    async def take(self, key: str | None) -> Environment:
+        """One that nobody else uses, not reset yet."""
+        if self.free[key]:
+            return self.free[key].pop()
+        thread = OwnThread("mrl-environment")
+        try:
+            instance = await thread.call(self.factories[key])
+            return Environment(instance, thread, distinct(self._tools(key, instance), _option(key)))
+        except BaseException:
+            thread.end()
+            raise
+
+    def give_back(self, key: str | None, environment: Environment, *, usable: bool) -> None:
+        """usable: nothing of an attempt is still running on it, and nothing has gone wrong."""
+        if usable:
+            self.free[key].append(environment)
+        else:
+            environment.thread.end()
+
+    def _checked(self, name: str | None, make: Callable[[], Any]) -> Environment:
+        thread = OwnThread("mrl-environment")
+        answer: Future[Any] = Future()
+        thread._work.put((make, answer))
+        try:
+            instance = answer.result()
+        except Exception as error:
+            thread.end()
+            raise ConfigError(
+                f"{_option(name)}: {described(make)} could not be made: {type(error).__name__}: {error}"
+            ) from error
+        if not callable(getattr(type(instance), "reset", None)):
+            thread.end()
+            raise ConfigError(
+                f"{_option(name)}: {described(type(instance))} has no method `reset`, which begins an attempt"
+            )
+        return Environment(instance, thread, distinct(self._tools(name, instance), _option(name)))
+
+    def _tools(self, name: str | None, instance: Any) -> list[Tool]:
+        # Listed on the class: looking at the instance would evaluate its properties.
+        names = [
+            method
+            for method, _ in inspect.getmembers(type(instance), inspect.isfunction)
+            if not method.startswith("_") and method not in _NO_TOOLS
+        ]
+        return [*self.common, *(Tool.of(getattr(instance, method), _option(name)) for method in names)]
+
+
+def _option(name: str | None) -> str:
+    return "environment_factory" if name is None else f"environment_factory, {name!r}"

@@ -1,0 +1,205 @@
+"""`tools`: the policy calls functions, or methods of an environment, and sees what they return (TRL 1.16's contract).
+
+A turn's calls are carried out and their results are the next messages, in the order of the calls; asynchronous ones run
+at the same time. A call that raises, or of a tool there is not, is answered with the error. A turn without a call that
+can be read is the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, Self
+
+from mrl.errors import ConfigError, DataError, EnvError
+from mrl.rollouts.base import PolicyClient, SourceSetup
+from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
+from mrl.rollouts.multi_turn import Step, play
+from mrl.rollouts.tools.environments import Environment, Environments, OwnThread
+from mrl.rollouts.tools.functions import Tool, as_text, described, distinct, found
+from mrl.types import Message, Rollout, Task
+
+
+class ToolSource:
+    """Attempts with tools, and an environment where there is one."""
+
+    keeps_time = True
+
+    def __init__(self, setup: SourceSetup, tools: dict[str, Tool], environments: Environments | None) -> None:
+        self.setup, self.tools, self.environments = setup, tools, environments
+        self.chat = chat_format(setup.tokenizer)
+        self._kept: dict[int, tuple[str | None, Environment, bool]] | None = None
+        """By `id` of the rollout; None = nobody looks at them."""
+        offered = [tools] + [one.tools for free in environments.free.values() for one in free] if environments else []
+        if any(offered or [tools]) and not self.chat.takes_tools:
+            raise ConfigError(
+                "tools: this model's chat template writes no calls of tools, or in a way that cannot be read back; use "
+                "a model whose template does"
+            )
+
+    @classmethod
+    def create(cls, setup: SourceSetup, *, tools: Any = None, environment_factory: Any = None) -> Self:
+        if tools is None and environment_factory is None:
+            raise ConfigError("rollout_source: tools needs tools or environment_factory")
+        given = [] if tools is None else list(tools) if isinstance(tools, list | tuple) else [tools]
+        made = [Tool.of(found(one, "tools")) for one in given]
+        environments = None if environment_factory is None else Environments(environment_factory, made)
+        return cls(setup, distinct(made, "tools"), environments)
+
+    @classmethod
+    def scores(cls, *, tools: Any = None, environment_factory: Any = None) -> bool:
+        """Whether environments give rewards themselves, so that no function is needed."""
+        if environment_factory is None:
+            return False
+        made = environment_factory if isinstance(environment_factory, dict) else {None: environment_factory}
+        kinds = [found(one, "environment_factory") for one in made.values()]
+        return all(not inspect.isclass(kind) or hasattr(kind, "get_reward") for kind in kinds)
+
+    def gives_rewards(self) -> bool:
+        """Whether every environment does, as far as an instance of each shows."""
+        return self.environments is not None and self.environments.scores()
+
+    def check_tasks(self, tasks: list[Task]) -> None:
+        """Raise ConfigError for a task whose environment there is not, DataError for one that lacks a column that its
+        `reset` needs."""
+        for task in tasks if self.environments is not None else []:
+            assert self.environments is not None
+            reset = self.environments.free[self.environments.key_of(task.columns)][0].instance.reset
+            try:
+                inspect.signature(reset).bind(**accepted(reset, self._columns(task)))
+            except TypeError as error:
+                raise DataError(f"task {task.id!r}: {described(reset)} {error} among the dataset's columns") from None
+
+    async def run(self, task: Task, attempt: int, policy: PolicyClient, seed: int) -> Rollout:
+        """One attempt."""
+        if self.environments is None:
+            thread = OwnThread("mrl-tools")
+            try:
+                episode = ToolEpisode(self.setup, task, Environment(None, thread, self.tools), columns=None)
+                return await play(episode, self.chat, self.setup, task, attempt, policy, seed)
+            finally:
+                thread.end()
+        key = self.environments.key_of(task.columns)
+        environment = await self.environments.take(key)
+        usable = kept = False
+        try:
+            episode = ToolEpisode(self.setup, task, environment, self._columns(task))
+            rollout = await play(episode, self.chat, self.setup, task, attempt, policy, seed)
+            usable = rollout.limit not in ("step_timeout", "rollout_timeout")
+            if self._kept is not None:
+                self._kept[id(rollout)], kept = (key, environment, usable), True
+            return rollout
+        finally:
+            if not kept:
+                self.environments.give_back(key, environment, usable=usable)
+
+    def keep_environments(self) -> tuple[Callable[[Rollout], Any], Callable[[Rollout], None]]:
+        """From now on an environment serves no other attempt until its rollout was scored, so that reward functions may
+        look at it. Returns what gives the instance of a rollout, and what is to be told that it was scored."""
+        kept: dict[int, tuple[str | None, Environment, bool]] = {}
+        self._kept = kept
+
+        def environment_of(rollout: Rollout) -> Any:
+            held = kept.get(id(rollout))
+            return None if held is None else held[1].instance
+
+        def scored(rollout: Rollout) -> None:
+            held = kept.pop(id(rollout), None)
+            if held is not None and self.environments is not None:
+                self.environments.give_back(held[0], held[1], usable=held[2])
+
+        return environment_of, scored
+
+    def _columns(self, task: Task) -> dict[str, Any]:
+        """What `reset` gets: the whole row, but for the column that selects the environment."""
+        by_column = self.environments is not None and self.environments.by_column
+        hidden = {"environment"} if by_column else set()
+        return {"prompt": task.prompt} | {name: value for name, value in task.columns.items() if name not in hidden}
+
+
+class ToolEpisode:
+    """One attempt. columns: for `reset`; None = there is no environment."""
+
+    def __init__(
+        self, setup: SourceSetup, task: Task, environment: Environment, columns: dict[str, Any] | None
+    ) -> None:
+        self.setup, self.task, self.environment, self.columns = setup, task, environment, columns
+        self.tools: list[ToolSpec] = [tool.spec for tool in environment.tools.values()]
+        self.counts: dict[str, float] = {"tool_calls": 0.0, "tool_errors": 0.0, "malformed_calls": 0.0}
+
+    async def begin(self) -> list[Message]:
+        """The task's prompt; what `reset` returns is added to its last message."""
+        messages = [dict(message) for message in self.setup.encoder.messages(self.task.prompt)]
+        if self.columns is None:
+            return messages
+        reset = self.environment.instance.reset
+        observation = await self.environment.call(reset, **accepted(reset, self.columns))
+        if observation is None:
+            return messages
+        if not isinstance(observation, str | list):
+            raise EnvError(
+                f"{type(self.environment.instance).__name__}.reset returned a {type(observation).__name__}: it "
+                "returns text, or None"
+            )
+        last = messages[-1]
+        if not isinstance(last.get("content"), str):
+            raise DataError(
+                f"task {self.task.id!r}: what reset returns is added to its last message, which has no text"
+            )
+        messages[-1] = {**last, "content": last["content"] + as_text(observation, reset)}
+        return messages
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        """What the turn's calls return."""
+        self.counts["tool_calls"] += len(turn.tool_calls)
+        self.counts["malformed_calls"] += len(turn.malformed)
+        if not turn.tool_calls:
+            return Step(done=True)
+        return Step([_message(call, text) for call, text in await self._results(turn.tool_calls)])
+
+    async def rewards(self) -> dict[str, float | None]:
+        """The environment's, under the name of its class."""
+        if self.columns is None or not self.environment.gives_reward:
+            return {}
+        return {self.environment.name: await self.environment.reward()}
+
+    async def _results(self, calls: tuple[ToolCall, ...]) -> list[tuple[ToolCall, str]]:
+        """In the order of the calls. Plain functions run one after the other, since they may depend on each other's
+        effects; asynchronous ones at the same time, beside them."""
+        beside = {
+            number: asyncio.ensure_future(self._result(call))
+            for number, call in enumerate(calls)
+            if (tool := self.environment.tools.get(call.name)) and inspect.iscoroutinefunction(tool.function)
+        }
+        try:
+            texts = [await (beside.get(number) or self._result(call)) for number, call in enumerate(calls)]
+        finally:
+            for work in beside.values():
+                work.cancel()
+            await asyncio.gather(*beside.values(), return_exceptions=True)
+        return list(zip(calls, texts, strict=True))
+
+    async def _result(self, call: ToolCall) -> str:
+        tool = self.environment.tools.get(call.name)
+        if tool is None:
+            self.counts["tool_errors"] += 1
+            return str({"error": f"Tool {call.name} not found."})
+        try:
+            result = await self.environment.call(tool.function, **call.arguments)
+        except Exception as error:  # whatever it is, the policy is told, and can do better
+            self.counts["tool_errors"] += 1
+            return str({"error": str(error)})
+        return as_text(result, tool.function)
+
+
+def accepted(function: Any, columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns that it takes: all, with `**columns` among its parameters."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return columns
+    return {name: value for name, value in columns.items() if name in parameters}
+
+
+def _message(call: ToolCall, text: str) -> Message:
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}

@@ -1,0 +1,382 @@
+"""Tools and environments in TRL's form, with a policy that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.errors import ConfigError, DataError, EnvError
+from mrl.rollouts import TurnLimits
+from mrl.rollouts.runner import Runner
+from mrl.rollouts.tools.source import ToolSource
+from mrl.types import Rollout, Task
+from tests.rollouts.scripted import Scripted, call, setup
+
+ASK = [{"role": "user", "content": "go"}]
+
+
+def add(a: int, b: int) -> int:
+    """
+    Adds two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def fail(why: str) -> str:
+    """
+    Fails.
+
+    Args:
+        why: What it says.
+    """
+    raise ValueError(why)
+
+
+async def later(name: str, seconds: float) -> str:
+    """
+    Answers after a while.
+
+    Args:
+        name: What it says.
+        seconds: How long it takes.
+    """
+    await asyncio.sleep(seconds)
+    return name
+
+
+class Counter:
+    """Counts up to a goal."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.thread = threading.get_ident()
+        self.resets = 0
+
+    def reset(self, goal: int = 3, **columns: Any) -> str | None:
+        self.goal, self.count, self.columns = goal, 0, columns
+        self.resets += 1
+        return f" Count to {goal}."
+
+    def up(self, by: int) -> str:
+        """
+        Counts up.
+
+        Args:
+            by: How much.
+        """
+        assert threading.get_ident() == self.thread
+        self.count += by
+        return f"now {self.count}"
+
+    def _hidden(self) -> None:
+        raise AssertionError
+
+    @property
+    def broken(self) -> int:
+        raise AssertionError
+
+    def get_reward(self) -> float:
+        return min(self.count, self.goal) / self.goal
+
+
+class Silent:
+    """Says nothing at first, and answers later."""
+
+    def reset(self) -> None:
+        self.asked = 0
+
+    async def ask(self) -> str:
+        """Asks."""
+        await asyncio.sleep(0.01)
+        self.asked += 1
+        return "yes"
+
+    async def get_reward(self) -> float:
+        return float(self.asked)
+
+
+async def attempt(policy: Scripted, columns: dict[str, Any] | None = None, limits: TurnLimits | None = None,
+                  prompt: Any = ASK, **options: Any) -> Rollout:  # fmt: skip
+    source = ToolSource.create(setup(limits), **options)
+    return await source.run(Task("t", prompt, columns or {}), 0, policy, 1)
+
+
+def results(rollout: Rollout) -> list[str]:
+    return [m["content"] for m in rollout.messages if m["role"] == "tool"]
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_tool_is_called_and_its_result_is_seen() -> None:
+    policy = Scripted([call("add", '{"a": 2, "b": 3}'), lambda prompt: "five" if "\n5\n" in prompt else "what?"])
+    rollout = await attempt(policy, tools=[add])
+    assert results(rollout) == ["5"]
+    assert rollout.messages[-1] == {"role": "assistant", "content": "five"}
+    assert [m["role"] for m in rollout.completion] == ["assistant", "tool", "assistant"]
+    assert rollout.completion[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert '"name": "add"' in policy.prompts()[0]
+    assert "The first." in policy.prompts()[0]
+    counts = {name: rollout.metrics[name] for name in ("turns", "turns_extended", "tool_calls", "tool_errors")}
+    assert counts == {"turns": 2, "turns_extended": 1, "tool_calls": 1, "tool_errors": 0}
+    assert len(rollout.samples) == 1
+
+
+async def test_several_calls_are_answered_in_their_order() -> None:
+    """Asynchronous ones run at the same time, beside the others."""
+    calls = [call("later", f'{{"name": "{n}", "seconds": 0.2}}') for n in "abc"]
+    calls.insert(1, call("add", '{"a": 1, "b": 1}'))
+    start = time.perf_counter()
+    rollout = await attempt(Scripted(["\n".join(calls), "done"]), tools=[add, later])
+    assert results(rollout) == ["a", "2", "b", "c"]
+    assert time.perf_counter() - start < 0.55, "three of 0.2 s, one after the other, take 0.6"
+    assert len({m["tool_call_id"] for m in rollout.messages if m["role"] == "tool"}) == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (call("fail", '{"why": "too bad"}'), "{'error': 'too bad'}"),
+        (call("nothing"), "{'error': 'Tool nothing not found.'}"),
+        (call("add", '{"a": 1}'), "missing 1 required positional argument: 'b'"),
+        (call("add", '{"a": 1, "b": 2, "c": 3}'), "unexpected keyword argument 'c'"),
+    ],
+)
+async def test_errors_go_to_the_policy(said: str, told: str) -> None:
+    rollout = await attempt(Scripted([said, "sorry"]), tools=[add, fail])
+    assert told in results(rollout)[0]
+    assert (rollout.status, rollout.metrics["tool_errors"], rollout.metrics["turns"]) == ("ok", 1, 2)
+
+
+async def test_malformed_calls_are_counted() -> None:
+    rollout = await attempt(Scripted(['<tool_call>\n{"name": "add", \n</tool_call>', "?"]), tools=[add])
+    assert (rollout.metrics["malformed_calls"], rollout.metrics["tool_calls"]) == (1, 0)
+    assert rollout.metrics["turns"] == 1  # there is nothing to answer
+    both = '<tool_call>\n{"name"\n</tool_call>\n' + call("add", '{"a": 1, "b": 1}')
+    rollout = await attempt(Scripted([both, "two"]), tools=[add])
+    assert (rollout.metrics["malformed_calls"], results(rollout)) == (1, ["2"])
+
+
+async def test_a_tool_that_says_too_much_fails_the_rollout_by_name() -> None:
+    def read() -> str:
+        """Reads."""
+        return "x" * 10_000_000
+
+    source = ToolSource.create(setup(), tools=[read])
+    (group,) = await Runner(source, Scripted([call("read")])).run([Task("t", ASK)], 1, seed=0)
+    assert group.rollouts[0].status == "failed"
+    assert "read (" in group.rollouts[0].error
+    assert "test_tools.py:" in group.rollouts[0].error
+    assert "returned 10,000,000 characters, more than 1,000,000" in group.rollouts[0].error
+
+
+async def test_a_slow_tool_ends_the_attempt() -> None:
+    limits = TurnLimits(step_seconds=0.1)
+    policy = Scripted([call("add", '{"a": 1, "b": 1}'), call("later", '{"name": "x", "seconds": 30}')])
+    rollout = await attempt(policy, limits=limits, tools=[later, add])
+    assert (rollout.limit, rollout.metrics["turns"]) == ("step_timeout", 2)
+
+
+def test_tools_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "my_tools.py"
+    path.write_text(
+        'def shout(text: str) -> str:\n    """Shouts.\n\n    Args:\n        text: What.\n    """\n    return text\n'
+    )
+    source = ToolSource.create(setup(), tools=f"{path}:shout")
+    assert list(source.tools) == ["shout"]
+
+
+# --- environments ---------------------------------------------------------------------------------------------------
+
+
+async def test_an_environment_is_reset_and_its_methods_are_tools() -> None:
+    policy = Scripted([call("up", '{"by": 1}'), call("up", '{"by": 2}'), "done"])
+    rollout = await attempt(policy, {"goal": 6, "extra": "x"}, environment_factory=Counter)
+    assert rollout.messages[0]["content"] == "go Count to 6."
+    assert rollout.prompt == [{"role": "user", "content": "go Count to 6."}]
+    assert results(rollout) == ["now 1", "now 3"]
+    assert rollout.rewards == {"Counter": 0.5}
+    assert "_hidden" not in policy.prompts()[0]
+    assert "get_reward" not in policy.prompts()[0]
+
+
+async def test_text_prompts_stay_text() -> None:
+    rollout = await attempt(Scripted(["done"]), {"goal": 2}, prompt="go", environment_factory=Counter)
+    assert (rollout.prompt, rollout.completion) == ("go Count to 2.", "done")
+
+
+async def test_reset_gets_every_column() -> None:
+    seen = {}
+
+    class Looks(Counter):
+        def reset(self, **columns: Any) -> None:
+            seen.update(columns)
+            super().reset()
+
+    await attempt(Scripted(["done"]), {"goal": 6, "id": 7}, environment_factory=Looks)
+    assert seen == {"prompt": ASK, "goal": 6, "id": 7}
+
+
+async def test_asynchronous_methods() -> None:
+    rollout = await attempt(Scripted([call("ask"), "done"]), environment_factory=Silent)
+    assert (results(rollout), rollout.rewards, rollout.prompt) == (["yes"], {"Silent": 1.0}, ASK)
+
+
+async def test_the_column_environment_selects_it() -> None:
+    source = ToolSource.create(setup(), tools=[add], environment_factory={"count": Counter, "ask": Silent})
+    seen = {}
+    for name, other in (("count", "ask"), ("ask", "up")):
+        policy = Scripted(["done"])
+        rollout = await source.run(Task("t", ASK, {"environment": name}), 0, policy, 1)
+        seen[name] = rollout.rewards
+        assert f'"name": "{other}"' not in policy.prompts()[0]
+        assert '"name": "add"' in policy.prompts()[0]
+    assert seen == {"count": {"Counter": 0.0}, "ask": {"Silent": 0.0}}
+    with pytest.raises(ConfigError, match="has 'chess', and there is no such environment; it has 'count', 'ask'"):
+        source.check_tasks([Task("t", ASK, {"environment": "chess"})])
+
+
+async def test_instances_are_reused_and_never_shared() -> None:
+    class Shared(Counter):
+        made = 0
+
+    source = ToolSource.create(setup(), environment_factory=Shared)
+    policy = Scripted([call("up", '{"by": 1}'), "done"], seconds=0.02)
+    for _ in range(3):
+        groups = await Runner(source, policy).run([Task("a", ASK), Task("b", ASK)], 3, seed=0)
+        rewards = [rollout.rewards["Shared"] for group in groups for rollout in group.rollouts]
+        assert rewards == [1 / 3] * 6
+    assert Shared.made == 6
+
+
+async def test_an_instance_that_broke_is_not_used_again() -> None:
+    class Breaks(Counter):
+        made = 0
+
+        def reset(self, **_: Any) -> None:
+            raise ConnectionError("gone")
+
+    source = ToolSource.create(setup(), environment_factory=Breaks)
+    (group,) = await Runner(source, Scripted(["x"])).run([Task("a", ASK)], 2, seed=0)
+    assert {rollout.error for rollout in group.rollouts} == {"ConnectionError: gone"}
+    assert Breaks.made == 2
+    assert source.environments.free[None] == []
+
+
+async def test_a_step_that_hangs_ends_its_own_attempt_with_the_reward_so_far() -> None:
+    released = threading.Event()
+
+    class Hangs(Counter):
+        made = 0
+
+        def wait(self) -> str:
+            """Waits."""
+            released.wait(30)
+            return "late"
+
+    source = ToolSource.create(setup(TurnLimits(step_seconds=0.2)), environment_factory=Hangs)
+    policy = Scripted([call("up", '{"by": 3}'), call("wait")])
+    rollout = await source.run(Task("t", ASK), 0, policy, 1)
+    assert (rollout.limit, rollout.rewards) == ("step_timeout", {"Hangs": 1.0})
+    assert source.environments.free[None] == []  # its instance is still at work
+    released.set()
+
+
+@pytest.mark.parametrize("reward", ["a lot", float("nan"), [1]])
+async def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
+    class Pays(Counter):
+        def get_reward(self) -> Any:
+            return reward
+
+    with pytest.raises(EnvError, match=r"Pays.get_reward \(.*test_tools.py:\d+\) gave .*not a finite number"):
+        await attempt(Scripted(["done"]), environment_factory=Pays)
+
+
+def test_columns_that_reset_needs_are_looked_for_before_the_run() -> None:
+    class Needs(Counter):
+        def reset(self, goal: int, level: int) -> None: ...  # type: ignore[override]
+
+    source = ToolSource.create(setup(), environment_factory=Needs)
+    source.check_tasks([Task("t", ASK, {"goal": 1, "level": 2, "other": 3})])
+    with pytest.raises(DataError, match=r"task 't': .*reset \(.*:\d+\) missing a required argument: 'level' among"):
+        source.check_tasks([Task("t", ASK, {"goal": 1})])
+
+
+# --- what can be known before -----------------------------------------------------------------------------------------
+
+
+def untyped(a) -> int:  # type: ignore[no-untyped-def]
+    """
+    Untyped.
+
+    Args:
+        a: It.
+    """
+    return 1
+
+
+def undocumented(a: int) -> int:
+    return 1
+
+
+class NoReset:
+    def up(self) -> str:
+        """Up."""
+        return ""
+
+
+class NoTypes(Counter):
+    def down(self, by):  # type: ignore[no-untyped-def]
+        """
+        Down.
+
+        Args:
+            by: It.
+        """
+
+
+class Raises(Counter):
+    def __init__(self) -> None:
+        raise OSError("no server")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": [untyped]}, r"tools: untyped \(.*test_tools.py:\d+\) cannot be told to the model"),
+        ({"tools": [undocumented]}, r"tools: undocumented \(.*:\d+\) cannot be told to the model"),
+        ({"tools": [3]}, r"tools: 3 is no function, but of type int"),
+        ({"tools": [add, add]}, r"two tools are called 'add'"),
+        ({"tools": ["no.py:x"]}, r"'no.py:x' does not import: FileNotFoundError"),
+        ({"tools": ["nonsense"]}, r"'nonsense' is not of the form"),
+        ({"environment_factory": NoReset}, r"NoReset \(.*:\d+\) has no method `reset`"),
+        ({"environment_factory": NoTypes}, r"NoTypes.down \(.*:\d+\) cannot be told to the model"),
+        ({"environment_factory": {"x": Raises}}, r"environment_factory, 'x': Raises .* no server"),
+        ({"environment_factory": {"x": 3}}, r"3 cannot be called"),
+    ],
+)
+def test_bad_tools_are_named_before_the_run(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ToolSource.create(setup(), **options)
+
+
+def test_a_template_without_calls_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chat template writes no calls of tools"):
+        ToolSource.create(setup(style="gemma"), tools=[add])
+
+
+def test_whether_a_reward_function_is_needed() -> None:
+    assert ToolSource.scores(environment_factory=Counter)
+    assert not ToolSource.scores(tools=[add])
+    assert not ToolSource.scores(environment_factory={"a": Counter, "b": NoReset})
