@@ -17,6 +17,9 @@ The life of a request, and the methods that move it on:
 The host checks every few steps (`STEPS_PER_CHECK`) what was sampled, in one transfer. Rows that finished between two
 checks have kept running, and the tokens after their end are discarded. Nothing synchronises between two checks.
 
+The keys and values of a finished request that belongs to a session are kept for the session's next request, which then
+prefills only what follows (mrl.engines.transformers.prefix_cache).
+
 Models that need their own kind of cache (see `CausalLM`) cannot have single rows replaced: the next requests start when
 all rows have finished.
 
@@ -39,7 +42,9 @@ from mrl.engines.requests import versions_per_token
 from mrl.engines.transformers.decode_queue import Limits, PartialCompletion, RequestState, first_that_fit, longest_first
 from mrl.engines.transformers.decode_step import DecodeStep, EagerStep
 from mrl.engines.transformers.model import CausalLM
+from mrl.engines.transformers.kv_cache import RowStates
 from mrl.engines.transformers.prefill import Prefilled, Prefiller, TokenIds
+from mrl.engines.transformers.prefix_cache import PrefixCache
 from mrl.engines.transformers.sampling import RowParams, sample
 from mrl.engines.transformers.static_step import StaticStep
 from mrl.engines.transformers.stop_strings import StopStrings
@@ -91,12 +96,13 @@ def decode(
     eos_ids: frozenset[int],
     stop_strings: StopStrings,
     version: int,
+    prefixes: PrefixCache,
 ) -> list[RequestState]:
     """Decode these requests, and those that join later; each completion goes to its call as soon as it is finished.
 
     Returns the unfinished requests when `calls` interrupts.
     """
-    return _Batch(lm, states, calls, limits, eos_ids, stop_strings, version).run()
+    return _Batch(lm, states, calls, limits, eos_ids, stop_strings, version, prefixes).run()
 
 
 class _Batch:
@@ -111,13 +117,15 @@ class _Batch:
         eos_ids: frozenset[int],
         stop_strings: StopStrings,
         version: int,
+        prefixes: PrefixCache,
     ) -> None:
+        self.prefixes = prefixes
         self.lm, self.limits, self.device, self.version = lm, limits, lm.device, version
         self.calls, self.eos_ids, self.stop_strings = calls, eos_ids, stop_strings
         self.queue: deque[RequestState] = deque()
         self.prefiller: Prefiller
         self.held: Prefilled | None = None
-        """The last prefilled prompt, if waiting requests share it."""
+        """A prefilled prompt that waiting requests share."""
         self.rows: list[_Row | None] = []
         """None = a finished row, whose completion was delivered."""
         self.running = 0
@@ -221,9 +229,10 @@ class _Batch:
             slots_of.setdefault(state.tokens, []).append(slot)
             for buffer, partial in ((self.ids_BT, state.partial.ids), (self.logprobs_BT, state.partial.logprobs)):
                 buffer[slot, : len(partial)] = torch.tensor(partial, dtype=buffer.dtype)
-        for part in self.prefill(list(slots_of)):
+        for part in self.prefill(list(slots_of), self.known_beginnings(states)):
             self.place(part, [slots_of[prompt] for prompt in part.prompts], total, fresh=fresh)
             fresh = False
+        self.calls.prompted += sum(len(state.tokens) for state in states)
         self.refresh()
 
     def next_requests(self) -> list[RequestState]:
@@ -231,20 +240,33 @@ class _Batch:
         running = [row.state for row in self.rows if row is not None]
         return first_that_fit(self.queue, running, self.limits, one_prefill=not self.lm.replaces_rows)
 
-    def prefill(self, prompts: list[TokenIds]) -> Iterator[Prefilled]:
-        """Prefill the prompts in parts, one in memory at a time; keeps the last prompt if more requests wait for it."""
-        part, rest = self.held, prompts
-        if part is not None and part.prompts != prompts[:1]:  # the requests that waited for it were cancelled
-            part = None
-        if part is not None:
+    def known_beginnings(self, states: list[RequestState]) -> dict[TokenIds, RowStates]:
+        """Kept states of what the requests of sessions begin with."""
+        if not self.lm.replaces_rows:
+            return {}
+        found: dict[TokenIds, RowStates] = {}
+        for state in states:
+            if state.request.session is not None and state.tokens not in found:
+                known = self.prefixes.find(state.request.session, state.tokens)
+                if known is not None:
+                    found[state.tokens] = known
+        return found
+
+    def prefill(self, prompts: list[TokenIds], known: dict[TokenIds, RowStates]) -> Iterator[Prefilled]:
+        """Prefill the prompts in parts, one in memory at a time; keeps the prompt that the next request waits for."""
+        before, self.held = self.held, None
+        next_up = self.queue[0].tokens if self.queue and self.lm.replaces_rows else None
+        if before is not None and before.prompts == prompts[:1]:  # else those that waited for it were cancelled
+            prompts = prompts[1:]
+            if next_up == before.prompts[0]:
+                self.held = before
+            yield before
+        computed = self.prefiller.computed
+        for part in self.prefiller.run(prompts, known) if prompts else ():
+            if next_up in part.prompts:
+                self.held = part.only(part.prompts.index(next_up))
             yield part
-            rest = prompts[1:]
-        if rest:
-            for part in self.prefiller.run(rest):
-                yield part
-        assert part is not None
-        waits = self.queue and self.queue[0].tokens == part.prompts[-1] and self.lm.replaces_rows
-        self.held = part.only(len(part.prompts) - 1) if waits else None
+        self.calls.prefilled += self.prefiller.computed - computed
 
     def place(self, part: Prefilled, slots_P: list[list[int]], total: int, *, fresh: bool) -> None:
         """Copy each of the part's prompts to its slots. fresh: the first of a batch, which allocates its tensors."""
@@ -338,8 +360,18 @@ class _Batch:
         reason: FinishReason = "stop" if stopped else "length"
         versions = versions_per_token(row.state.partial.spans(self.version), length, self.version)
         completion = Completion(request.id, ids, logprobs, reason, versions)
+        if request.session is not None and usable:
+            self.keep(slot, row, (*request.prompt_ids, *ids[:-1]))
         self.calls.ended(row.state, completion if usable else Completion.failed(request, NOT_FINITE, self.version))
         self.rows[slot] = None
+
+    def keep(self, slot: int, row: _Row, tokens: TokenIds) -> None:
+        """Keep the states of a finished row for its session. Not the last token's: it is sampled, but not computed, or
+        in a cache of fixed size it may be written over already."""
+        assert row.state.request.session is not None
+        states = self.step.row(slot, row.offset + self.clock, len(tokens))
+        if states is not None:
+            self.prefixes.keep(row.state.request.session, tokens, states)
 
     def drop_finished(self) -> None:
         """Drop finished rows from the batch if they are many and no waiting request will replace them."""

@@ -8,10 +8,13 @@ row selection is used.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
@@ -64,6 +67,45 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None] | None:
         else:
             return None
     return windows
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """Keys and values of the first T tokens of one row, in all layers, outside of any cache."""
+
+    packed_TF: Tensor
+    """Side by side: keys of the first layer, its values, keys of the second layer …"""
+    shapes: tuple[tuple[int, int], ...]
+    """Of each of them: heads and their width."""
+
+    @classmethod
+    def copied(cls, parts: Sequence[Tensor]) -> RowStates | None:
+        """parts: [heads, T, width] each. None for a mix of dtypes, which are not stored together."""
+        if len({part.dtype for part in parts}) > 1:
+            return None
+        shapes = tuple((part.shape[0], part.shape[2]) for part in parts)
+        packed_TF = parts[0].new_empty(parts[0].shape[1], sum(heads * width for heads, width in shapes))
+        for to_THD, part in zip(_unpacked(packed_TF, shapes), parts, strict=True):
+            to_THD.copy_(part.transpose(0, 1))
+        return cls(packed_TF, shapes)
+
+    def __len__(self) -> int:
+        return len(self.packed_TF)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return self.packed_TF.nbytes
+
+    def first(self, length: int) -> RowStates:
+        """Of its first tokens only; shares the memory."""
+        return RowStates(self.packed_TF[:length], self.shapes)
+
+
+def _unpacked(packed: Tensor, shapes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    """The parts of the last dimension, each as [..., heads, width]. Views."""
+    for part, shape in zip(packed.split([heads * width for heads, width in shapes], dim=-1), shapes, strict=True):
+        yield part.unflatten(-1, shape)
 
 
 def as_multiplied(*states: Tensor) -> tuple[Tensor, ...]:
@@ -139,6 +181,20 @@ class GrowingLayer(DynamicLayer):
             taken = given[:, :, source.end - length : source.end].index_select(0, index_N)
             buffer[slots_N, :, self.end - length : self.end] = taken
 
+    def row(self, slot: int, columns: int, length: int) -> list[Tensor]:
+        """Keys and values, [heads, length, head_dim], of the first tokens of a row that has `columns` tokens."""
+        first = self.end - columns
+        return [buffer[slot, :, first : first + length] for buffer in self._buffers]
+
+    def fill(self, states: Sequence[Tensor], room: int) -> None:
+        """Become these keys and values, [B, L, heads, head_dim]. room: free columns to add."""
+        self._buffers = []
+        for part in states:
+            rows, length, heads, width = part.shape
+            self._buffers.append(part.new_zeros(rows, heads, length + room, width))
+            self._buffers[-1][:, :, :length] = part.transpose(1, 2)
+            self.start, self.end, self.is_initialized = 0, length, True
+
     def take(self, columns_BT: Tensor) -> None:
         """Reorder columns: column t of row b becomes its former column `columns_BT[b, t]`."""
         rows_B1 = torch.arange(len(columns_BT), device=columns_BT.device)[:, None]
@@ -187,6 +243,17 @@ class GrowingCache(DynamicCache):
         """See `GrowingLayer.put`."""
         for mine, theirs in zip(self.growing_layers, source.growing_layers, strict=True):
             mine.put(slots_N, rows, theirs, index_N, length, room)
+
+    def row(self, slot: int, columns: int, length: int) -> RowStates | None:
+        """A copy of the states of the first `length` tokens of a row that has `columns` tokens."""
+        return RowStates.copied([part for layer in self.growing_layers for part in layer.row(slot, columns, length)])
+
+    def fill(self, rows: Sequence[RowStates], room: int) -> None:
+        """Become these rows, right-aligned. room: free columns to add."""
+        padded_BLF = pad_sequence([row.packed_TF for row in rows], batch_first=True, padding_side="left")
+        parts = list(_unpacked(padded_BLF, rows[0].shapes))
+        for number, layer in enumerate(self.growing_layers):
+            layer.fill(parts[2 * number : 2 * number + 2], room)
 
     def take(self, columns_BT: Tensor) -> None:
         """See `GrowingLayer.take`."""

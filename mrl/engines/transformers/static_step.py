@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from mrl.engines.transformers.kv_cache import GrowingCache
+from mrl.engines.transformers.kv_cache import GrowingCache, RowStates
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled
 from mrl.engines.transformers.static_cache import StaticCache
@@ -86,6 +86,9 @@ class StaticStep:
         self.cache.positions_R[batch:rows] = 0
         self.cache.room = room
         return self._run(rows, room)[:batch]
+
+    def row(self, slot: int, columns: int, length: int) -> RowStates | None:
+        return self.cache.row(slot, length)
 
     def keep(self, kept_N: Tensor) -> None:
         self.cache.keep(kept_N)
