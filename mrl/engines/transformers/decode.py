@@ -41,8 +41,8 @@ from torch import Tensor
 from mrl.engines.requests import versions_per_token
 from mrl.engines.transformers.decode_queue import Limits, PartialCompletion, RequestState, first_that_fit, longest_first
 from mrl.engines.transformers.decode_step import DecodeStep, EagerStep
-from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.kv_cache import RowStates
+from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled, Prefiller, TokenIds
 from mrl.engines.transformers.prefix_cache import PrefixCache
 from mrl.engines.transformers.sampling import RowParams, sample
@@ -73,13 +73,16 @@ FIRST_ROOM = 256
 """Tokens a new cache has room for beyond the prompt; it grows by half when full."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Row:
     """A request in the batch. first_step: the loop's step that sampled its first token; negative for one that was
     interrupted before."""
 
     state: RequestState
     first_step: int
+    prefilled: int = 0
+    """Tokens that were computed for it, before it was interrupted and since. Of a prompt that several share, those
+    count for one of them."""
 
     @property
     def offset(self) -> int:
@@ -173,9 +176,8 @@ class _Batch:
                 continue
             done = self.clock - row.first_step
             ids, logprobs = self.ids_BT[slot, :done].tolist(), self.logprobs_BT[slot, :done].tolist()
-            partial = (
-                PartialCompletion(ids, logprobs, row.state.partial.spans(self.version)) if done else PartialCompletion()
-            )
+            spans = row.state.partial.spans(self.version) if done else []
+            partial = PartialCompletion(ids, logprobs, spans, row.prefilled)
             rest.append(row.state.continued(partial))
         return [*rest, *self.queue]
 
@@ -225,14 +227,17 @@ class _Batch:
 
         slots_of: dict[TokenIds, list[int]] = {}
         for slot, state in zip(slots, states, strict=True):
-            self.rows[slot] = _Row(state, self.clock - len(state.partial.ids))
+            self.rows[slot] = _Row(state, self.clock - len(state.partial.ids), state.partial.prefilled)
             slots_of.setdefault(state.tokens, []).append(slot)
             for buffer, partial in ((self.ids_BT, state.partial.ids), (self.logprobs_BT, state.partial.logprobs)):
                 buffer[slot, : len(partial)] = torch.tensor(partial, dtype=buffer.dtype)
         for part in self.prefill(list(slots_of), self.known_beginnings(states)):
             self.place(part, [slots_of[prompt] for prompt in part.prompts], total, fresh=fresh)
+            for prompt, computed in zip(part.prompts, part.computed_P, strict=True):
+                row = self.rows[slots_of[prompt][0]]
+                assert row is not None
+                row.prefilled += computed
             fresh = False
-        self.calls.prompted += sum(len(state.tokens) for state in states)
         self.refresh()
 
     def next_requests(self) -> list[RequestState]:
@@ -261,12 +266,10 @@ class _Batch:
             if next_up == before.prompts[0]:
                 self.held = before
             yield before
-        computed = self.prefiller.computed
         for part in self.prefiller.run(prompts, known) if prompts else ():
             if next_up in part.prompts:
                 self.held = part.only(part.prompts.index(next_up))
             yield part
-        self.calls.prefilled += self.prefiller.computed - computed
 
     def place(self, part: Prefilled, slots_P: list[list[int]], total: int, *, fresh: bool) -> None:
         """Copy each of the part's prompts to its slots. fresh: the first of a batch, which allocates its tensors."""
@@ -359,7 +362,7 @@ class _Batch:
         ids, logprobs = self.ids_BT[slot, :length].tolist(), self.logprobs_BT[slot, :length].tolist()
         reason: FinishReason = "stop" if stopped else "length"
         versions = versions_per_token(row.state.partial.spans(self.version), length, self.version)
-        completion = Completion(request.id, ids, logprobs, reason, versions)
+        completion = Completion(request.id, ids, logprobs, reason, versions, prefilled=row.prefilled)
         if request.session is not None and usable:
             self.keep(slot, row, (*request.prompt_ids, *ids[:-1]))
         self.calls.ended(row.state, completion if usable else Completion.failed(request, NOT_FINITE, self.version))

@@ -48,8 +48,6 @@ class DecodeThread:
         self._thread = SerialExecutor("mrl-engine") if endless else _SHARED_THREAD
         self.sampled = 0
         """Tokens sampled so far; the decode loop counts them."""
-        self.prompted = self.prefilled = 0
-        """Tokens in the prompts so far, and how many of them were computed: the others were shared or known."""
         self._lock = threading.Lock()
         self._arriving: list[Call] = []
         """Calls of this turn of the event loop."""

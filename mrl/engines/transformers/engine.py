@@ -49,9 +49,9 @@ class TransformersEngine:
         will take; at most 2**20.
     max_rows: completions decoded together; others wait for a free row. Default: as many as have 2**27 (2**29 on GPU)
         logits together. Neither bound changes what is sampled.
-    prefix_bytes: memory for the keys and values of conversations between their turns (requests with a `session`), beside
-        that of `max_batch_tokens`; 0 = none are kept. Default: an eighth of the machine's memory, or of what is free on
-        the GPU.
+    prefix_bytes: memory for the keys and values of conversations between their turns (requests with a `session`),
+        beside that of `max_batch_tokens`; 0 = none are kept. Default: an eighth of the machine's memory, or of what is
+        free on the GPU.
     endless: requests may keep coming while others decode, so the engine gets its own thread and states how many it
         decodes at a time (`capacity`); otherwise engines of one process take turns, and each takes any number.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
@@ -171,11 +171,6 @@ class TransformersEngine:
     async def sampled_tokens(self) -> int:
         """Tokens sampled so far; on an accelerator a few more than in the completions, while a batch decodes."""
         return self._thread.sampled
-
-    async def prefilled_tokens(self) -> tuple[int, int]:
-        """Tokens of prompts so far that were computed, and that were not: shared by requests, or kept from a session's
-        last turn."""
-        return self._thread.prefilled, self._thread.prompted - self._thread.prefilled
 
     def state_dict(self) -> dict[str, Tensor]:
         """Its tensors by Hugging Face name, tied ones under each name. They are live, except those that files store in

@@ -1,4 +1,4 @@
-"""Prefill: each distinct prompt once, a prefix that all of them share once for all, and none of what is known already."""
+"""Prefill: each distinct prompt once, a prefix that all of them share once for all, and nothing that is known."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ class Prefilled:
     """One row per prompt, all ending at the last column."""
     logits_PV: Tensor
     """After each prompt."""
+    computed_P: list[int]
+    """Tokens that went through the model for each prompt; a shared prefix's count for the first."""
 
     def only(self, row: int) -> Prefilled:
-        """A copy with one prompt only, so that the others' memory can be freed."""
+        """A copy with one prompt only, so that the others' memory can be freed. Its tokens are counted here."""
         assert isinstance(self.cache, GrowingCache)
         cache = self.cache.empty()
         index = to_device(self.logits_PV.device, [row])
         cache.put(torch.zeros_like(index), 1, self.cache, index, len(self.prompts[row]), room=0)
-        return Prefilled([self.prompts[row]], cache, self.logits_PV[row : row + 1].clone())
+        return Prefilled([self.prompts[row]], cache, self.logits_PV[row : row + 1].clone(), [0])
 
 
 class Prefiller:
@@ -48,8 +50,6 @@ class Prefiller:
 
     def __init__(self, lm: CausalLM, prompts: Sequence[TokenIds], max_tokens: int) -> None:
         self.lm, self.max_tokens = lm, max_tokens
-        self.computed = 0
-        """Tokens that went through the model, padding not counted."""
         self.prefix: TokenIds = ()
         self.prefix_states: RowStates | None = None
         if lm.replaces_rows and len(prompts) > 1:
@@ -67,8 +67,12 @@ class Prefiller:
             yield self._whole(prompts)
             return
         for batch in self._batches([prompt for prompt in prompts if prompt not in known]):
+            first = self.prefix_states is None
             prefix = self._prefix()
-            yield self._whole(batch) if prefix is None else self._after([prefix] * len(batch), batch)
+            part = self._whole(batch) if prefix is None else self._after([prefix] * len(batch), batch)
+            if prefix is not None and first:
+                part.computed_P[0] += len(prefix)
+            yield part
         for batch in self._batches_of_rests([prompt for prompt in prompts if prompt in known], known):
             yield self._after([known[prompt] for prompt in batch], batch)
 
@@ -111,14 +115,12 @@ class Prefiller:
         return self.prefix_states
 
     def _whole(self, prompts: list[TokenIds]) -> Prefilled:
-        self.computed += sum(map(len, prompts))
         cache = self.lm.new_cache()
-        return Prefilled(prompts, cache, _forward(self.lm, prompts, cache, [0] * len(prompts)))
+        return Prefilled(prompts, cache, _forward(self.lm, prompts, cache, [0] * len(prompts)), [*map(len, prompts)])
 
     def _after(self, beginnings: list[RowStates], prompts: list[TokenIds]) -> Prefilled:
         """Prefill what follows the beginning of each prompt."""
         rests = [prompt[len(states) :] for states, prompt in zip(beginnings, prompts, strict=True)]
-        self.computed += sum(map(len, rests))
         before, longest = max(map(len, beginnings)), max(map(len, rests))
         cache = cast(GrowingCache, self.lm.new_cache())
         cache.fill(beginnings, room=longest)
@@ -128,7 +130,7 @@ class Prefiller:
             gap_P1 = to_device(self.lm.device, [[longest - len(rest)] for rest in rests])
             moved_PT = (columns_T - gap_P1).clamp(min=0)
             cache.take(torch.where(moved_PT < before, moved_PT, columns_T))
-        return Prefilled(prompts, cache, logits_PV)
+        return Prefilled(prompts, cache, logits_PV, [*map(len, rests)])
 
 
 def _forward(lm: CausalLM, tokens: list[TokenIds], cache: Cache, before_P: list[int]) -> Tensor:
