@@ -7,13 +7,13 @@ Attempts at tasks, in groups that share their first prompt, each of some turns. 
 random 0 to 200 ms and answers with tokens, and the next prompt begins with exactly the tokens before. Requests go one
 by one through the rollout pool to one worker with engine `transformers`, which decodes on a thread beside the loop.
 
-- *ideal*: the longer of two times that no schedule can go below, measured in the same rounds. The critical path: the
+- *ideal*: the longer of two times that no schedule can go below, measured in the same round. The critical path: the
   turns of one conversation alone on the engine, with the sleeps of the one that sleeps longest. The work: the tokens of
-  all conversations at the rate at which the engine decodes with every row taken, at turns halfway, and all prompts'
-  new tokens at the rate of one prefill of as many rows. `decoding alone` leaves the prefill out of it.
+  all conversations at the rate at which the engine decodes with a row for each, at a length halfway, and the prompts'
+  new tokens at the rate of one prefill of as many rows. `decoding alone` leaves the prefill out of the work.
 - *stall*: the longest that the event loop was kept from a timer of 1 ms.
-- *prefill*: tokens of prompts that went through the model, over those that had to: the first prompt of each task and
-  what environments said, once each. A turn's last token is sampled without being computed, and is not counted there.
+- *prefill*: tokens that were computed before a completion, over those that have to be: the first prompt of each task
+  and what environments said, once each. (A turn's last token, sampled and not computed, is not among those.)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import platform
 import random
 import statistics
@@ -49,8 +50,10 @@ SHAPE = Qwen2Config(
 )
 GROUP = 8
 """Attempts at a task."""
-PROMPT, SAID, ANSWER = 64, 32, 24
-"""Tokens of the first prompt, of a turn of the policy, and of the environment's answer."""
+PROMPT, ANSWER = 64, 24
+"""Tokens of the first prompt, and of an answer of the environment."""
+SAID = (16, 48)
+"""Fewest and most tokens of the policy's turns, which have any length in between."""
 TICK = 0.001
 
 
@@ -122,42 +125,70 @@ async def one_round(engine: TransformersEngine, rollouts: int, turns: int, sleep
     worker.engine = engine
     policy = RolloutPool([InlineHandle(worker, "rollout-0", 600)], max_model_len=1024)
     await policy.ask_capacity()
-    sleeps = [[random.Random(f"{seed}/{r}/{t}").uniform(0, sleep) for t in range(1, turns)] for r in range(rollouts)]
+    scripts = [Script.drawn(seed, number, turns, sleep) for number in range(rollouts)]
+    gc.collect()
     start = time.perf_counter()
-    async with watched_loop() as stalls:
-        await asyncio.gather(*(conversation(policy, r, seed, sleeps[r], turns) for r in range(rollouts)))
+    async with watched_loop() as late:
+        await asyncio.gather(*(converse(policy, script) for script in scripts))
     wall = time.perf_counter() - start
     computed = policy.prefilled_tokens
 
     start = time.perf_counter()
-    await conversation(policy, 0, -1 - seed, [0.0] * (turns - 1), turns)
-    critical = time.perf_counter() - start + max(map(sum, sleeps))
-    length = PROMPT + (turns - 1) * (SAID + ANSWER) // 2
-    short, long = [await time_of(engine, rollouts, length, tokens) for tokens in (1, SAID)]
-    decoding = (long - short) / (SAID - 1) * SAID * turns
-    new = await time_of(engine, rollouts, ANSWER, 1)
-    return Round(wall, max(stalls), computed, critical, decoding, new * (turns - 1))
+    await converse(policy, Script.drawn(-1 - seed, 0, turns, sleep=0.0))
+    critical = time.perf_counter() - start + max(sum(script.sleeps) for script in scripts)
+    tokens = sum(sum(script.said) for script in scripts)
+    mean = sum(SAID) // 2
+    length = PROMPT + (turns - 1) * (mean + ANSWER) // 2
+    short, long = [await time_of(engine, rollouts, length, tokens) for tokens in (1, mean)]
+    decoding = (long - short) / (mean - 1) / rollouts * tokens
+    prefill = await time_of(engine, rollouts, ANSWER, 1) * (turns - 1)
+    return Round(wall, max(late), computed, critical, decoding, prefill)
 
 
-async def conversation(policy: RolloutPool, number: int, seed: int, sleeps: list[float], turns: int) -> list[int]:
+@dataclass
+class Script:
+    """What happens in a conversation, but for the words of the policy."""
+
+    name: str
+    seed: int
+    prompt: list[int]
+    said: list[int]
+    """Tokens of each of the policy's turns."""
+    sleeps: list[float]
+    answers: list[list[int]]
+
+    @classmethod
+    def drawn(cls, seed: int, number: int, turns: int, sleep: float) -> Script:
+        draw = random.Random(f"{seed}/{number}")
+        return cls(
+            f"{seed}/{number}",
+            derive_seed(seed, number),
+            words(PROMPT, random.Random(f"{seed}/task {number // GROUP}")),
+            [draw.randint(*SAID) for _ in range(turns)],
+            [draw.uniform(0, sleep) for _ in range(turns - 1)],
+            [words(ANSWER, draw) for _ in range(turns - 1)],
+        )
+
+
+async def converse(policy: RolloutPool, script: Script) -> list[int]:
     """One attempt. Returns all its tokens."""
-    ids = words(PROMPT, seed, number // GROUP)
-    name = f"{seed}/{number}"
-    for turn in range(turns):
-        own = derive_seed(seed, number, turn)
-        request = GenerateRequest(f"{name}/{turn}", tuple(ids), SamplingParams(max_tokens=SAID), own, session=name)
-        said = await policy.generate(request)
-        ids += said.token_ids
-        if turn < turns - 1:
-            await asyncio.sleep(sleeps[turn])
-            ids += words(ANSWER, seed, number, turn)
+    ids = list(script.prompt)
+    for turn, said in enumerate(script.said):
+        sampling, own = SamplingParams(max_tokens=said), derive_seed(script.seed, turn)
+        completion = await policy.generate(
+            GenerateRequest(f"{script.name}/{turn}", tuple(ids), sampling, own, session=script.name)
+        )
+        ids += completion.token_ids
+        if turn < len(script.answers):
+            await asyncio.sleep(script.sleeps[turn])
+            ids += script.answers[turn]
     return ids
 
 
 async def time_of(engine: TransformersEngine, rows: int, length: int, tokens: int) -> float:
     """Seconds for one request per row, each with a prompt of its own."""
     requests = [
-        GenerateRequest(str(row), tuple(words(length, "rate", row)), SamplingParams(max_tokens=tokens), row)
+        GenerateRequest(str(row), tuple(words(length, random.Random(row))), SamplingParams(max_tokens=tokens), row)
         for row in range(rows)
     ]
     start = time.perf_counter()
@@ -165,9 +196,8 @@ async def time_of(engine: TransformersEngine, rows: int, length: int, tokens: in
     return time.perf_counter() - start
 
 
-def words(count: int, *key: int | str) -> list[int]:
-    """Tokens that depend on the key alone."""
-    draw = random.Random("/".join(map(str, key)))
+def words(count: int, draw: random.Random) -> list[int]:
+    """So many random tokens."""
     return [draw.randrange(SHAPE.vocab_size) for _ in range(count)]
 
 

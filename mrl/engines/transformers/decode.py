@@ -60,6 +60,9 @@ COMPACT_SHARE = 0.25
 REFILL_SHARE = 0.125
 """Waiting requests are admitted when they number this share of the running rows: a prefill has a cost."""
 
+PATIENCE = 4
+"""Decode steps for which requests that are fewer wait for others to join them, where there is room for all."""
+
 STEPS_PER_CHECK = {"cpu": 1, "cuda": 4, "mps": 4}
 """Decode steps between two checks for finished rows, by device: on an accelerator a check synchronises."""
 
@@ -135,7 +138,9 @@ class _Batch:
         """Rows that are not None."""
         self.clock = 0
         self.freed = True
-        """Whether rows finished since requests were last admitted."""
+        """Whether rows finished, or requests came, since requests were last admitted."""
+        self.waiting_since = 0
+        """The step at which the first waiting request came, or others were admitted before it."""
         self.steps_per_check = STEPS_PER_CHECK.get(self.device.type, 4)
 
         self.step = _step_of(lm, limits.max_model_len)
@@ -187,6 +192,8 @@ class _Batch:
         """Add requests to the queue."""
         if not states:
             return
+        if not self.queue:
+            self.waiting_since = self.clock
         self.queue.extend(longest_first(states))
         self.prefiller = Prefiller(
             self.lm, list(dict.fromkeys(state.tokens for state in self.queue)), self.limits.prefill_tokens
@@ -209,12 +216,16 @@ class _Batch:
         """Start as many waiting requests as there is room for, if they are enough to be worth a prefill."""
         if self.running and not self.lm.replaces_rows:
             return
-        self.freed = False
         states = self.next_requests()
-        if len(states) < min(REFILL_SHARE * self.running, len(self.queue)) or not states:
+        few, all_fit = len(states) < REFILL_SHARE * self.running, len(states) == len(self.queue)
+        if few and all_fit and self.clock - self.waiting_since < PATIENCE:
+            return
+        self.freed = False
+        if not states or (few and not all_fit):
             return
         for _ in states:
             self.queue.popleft()
+        self.waiting_since = self.clock
         if not self.running:
             self.rows = []
             self.step.clear()  # before the prefill, which needs memory too

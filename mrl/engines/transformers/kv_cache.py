@@ -8,13 +8,12 @@ row selection is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
@@ -69,43 +68,54 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None] | None:
     return windows
 
 
+Shape = tuple[int, int]
+"""Heads of keys or values, and their width."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowStates:
     """Keys and values of the first T tokens of one row, in all layers, outside of any cache."""
 
-    packed_TF: Tensor
-    """Side by side: keys of the first layer, its values, keys of the second layer …"""
-    shapes: tuple[tuple[int, int], ...]
-    """Of each of them: heads and their width."""
+    stacks: dict[Shape, Tensor]
+    """Those of one shape together, in the order of the layers, [N, heads, T, width]."""
+    shapes: tuple[Shape, ...]
+    """Of the keys and the values of each layer."""
 
     @classmethod
-    def copied(cls, parts: Sequence[Tensor]) -> RowStates | None:
-        """parts: [heads, T, width] each. None for a mix of dtypes, which are not stored together."""
-        if len({part.dtype for part in parts}) > 1:
-            return None
+    def copied(cls, parts: Sequence[Tensor]) -> RowStates:
+        """parts: keys and values of each layer, [heads, T, width]."""
         shapes = tuple((part.shape[0], part.shape[2]) for part in parts)
-        packed_TF = parts[0].new_empty(parts[0].shape[1], sum(heads * width for heads, width in shapes))
-        for to_THD, part in zip(_unpacked(packed_TF, shapes), parts, strict=True):
-            to_THD.copy_(part.transpose(0, 1))
-        return cls(packed_TF, shapes)
+        stacks = {
+            shape: torch.stack([part for part, its in zip(parts, shapes, strict=True) if its == shape])
+            for shape in dict.fromkeys(shapes)
+        }
+        return cls(stacks, shapes)
 
     def __len__(self) -> int:
-        return len(self.packed_TF)
+        """Tokens."""
+        return next(iter(self.stacks.values())).shape[2]
 
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
-        return self.packed_TF.nbytes
+        return sum(stack.nbytes for stack in self.stacks.values())
 
     def first(self, length: int) -> RowStates:
         """Of its first tokens only; shares the memory."""
-        return RowStates(self.packed_TF[:length], self.shapes)
+        return RowStates({shape: stack[:, :, :length] for shape, stack in self.stacks.items()}, self.shapes)
 
 
-def _unpacked(packed: Tensor, shapes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """The parts of the last dimension, each as [..., heads, width]. Views."""
-    for part, shape in zip(packed.split([heads * width for heads, width in shapes], dim=-1), shapes, strict=True):
-        yield part.unflatten(-1, shape)
+def side_by_side(rows: Sequence[RowStates], room: int) -> list[Tensor]:
+    """Keys and values of each layer, [B, heads, L + room, width], of which the first L columns hold the rows,
+    right-aligned. The others are 0."""
+    longest = max(map(len, rows))
+    parts = {}
+    for (heads, width), stack in rows[0].stacks.items():
+        together = stack.new_zeros(len(stack), len(rows), heads, longest + room, width)
+        for number, row in enumerate(rows):
+            together[:, number, :, longest - len(row) : longest] = row.stacks[heads, width]
+        parts[heads, width] = iter(together)
+    return [next(parts[shape]) for shape in rows[0].shapes]
 
 
 def as_multiplied(*states: Tensor) -> tuple[Tensor, ...]:
@@ -133,6 +143,8 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self.window = window
         self.start = self.end = 0
+        self.rows = 0
+        """B; the buffers may have more."""
         self._buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -142,20 +154,20 @@ class GrowingLayer(DynamicLayer):
         first, new = self.start, key_states.shape[2]
         if not self._buffers:
             self._buffers = [key_states, value_states]
-            self.end, self.is_initialized = new, True
+            self.rows, self.end, self.is_initialized = key_states.shape[0], new, True
             return key_states, value_states
         self._make_room(new)
         first, self.end = self.start, self.end + new
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self.end - new : self.end] = states
+            buffer[: self.rows, :, self.end - new : self.end] = states
         if new == 1 and self.window is not None:
             first = max(first, self.end - self.window)
-        keys, values = self._buffers
+        keys, values = (buffer[: self.rows] for buffer in self._buffers)
         return keys[:, :, first : self.end], values[:, :, first : self.end]
 
     def states(self) -> list[Tensor]:
         """Keys and values of the columns in use."""
-        return [buffer[:, :, self.start : self.end] for buffer in self._buffers]
+        return [buffer[: self.rows, :, self.start : self.end] for buffer in self._buffers]
 
     def get_seq_length(self) -> int:
         return self.end - self.start
@@ -165,6 +177,7 @@ class GrowingLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._buffers = [buffer.index_select(0, beam_idx) for buffer in self._buffers]
+        self.rows = len(beam_idx)
 
     def put(self, slots_N: Tensor, rows: int, source: GrowingLayer, index_N: Tensor, length: int, room: int) -> None:
         """Overwrite the rows at `slots_N` by rows `index_N` of `source`, of at most `length` columns, right-aligned.
@@ -172,11 +185,14 @@ class GrowingLayer(DynamicLayer):
         rows: number of rows afterwards. room: free columns to add if the buffers are reallocated.
         """
         columns = max(self.get_seq_length(), length)
-        if not self._buffers or rows > self._buffers[0].shape[0] or self.end < length:
-            shapes = [(rows, b.shape[1], columns + room, b.shape[3]) for b in source._buffers]
+        capacity = self._buffers[0].shape[0] if self._buffers else 0
+        if rows > capacity or self.end < length:
+            if rows > capacity:  # by half, as requests that join come one by one
+                capacity = max(rows, capacity * 3 // 2)
+            shapes = [(capacity, b.shape[1], columns + room, b.shape[3]) for b in source._buffers]
             self._move([b.new_zeros(shape) for b, shape in zip(source._buffers, shapes, strict=True)], columns)
             self.is_initialized = True
-        self.start = self.end - columns
+        self.rows, self.start = rows, self.end - columns
         for buffer, given in zip(self._buffers, source._buffers, strict=True):
             taken = given[:, :, source.end - length : source.end].index_select(0, index_N)
             buffer[slots_N, :, self.end - length : self.end] = taken
@@ -186,20 +202,10 @@ class GrowingLayer(DynamicLayer):
         first = self.end - columns
         return [buffer[slot, :, first : first + length] for buffer in self._buffers]
 
-    def fill(self, states: Sequence[Tensor], room: int) -> None:
-        """Become these keys and values, [B, L, heads, head_dim]. room: free columns to add."""
-        self._buffers = []
-        for part in states:
-            rows, length, heads, width = part.shape
-            self._buffers.append(part.new_zeros(rows, heads, length + room, width))
-            self._buffers[-1][:, :, :length] = part.transpose(1, 2)
-            self.start, self.end, self.is_initialized = 0, length, True
-
-    def take(self, columns_BT: Tensor) -> None:
-        """Reorder columns: column t of row b becomes its former column `columns_BT[b, t]`."""
-        rows_B1 = torch.arange(len(columns_BT), device=columns_BT.device)[:, None]
-        self._buffers = [s.transpose(1, 2)[rows_B1, columns_BT].transpose(1, 2) for s in self.states()]
-        self.start, self.end = 0, columns_BT.shape[1]
+    def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Take these tensors as buffers, of which the first `length` columns are in use."""
+        self._buffers, self.rows, self.start, self.end = [keys, values], keys.shape[0], 0, length
+        self.is_initialized = True
 
     def _make_room(self, new: int) -> None:
         rows, heads, capacity, width = self._buffers[0].shape
@@ -244,21 +250,15 @@ class GrowingCache(DynamicCache):
         for mine, theirs in zip(self.growing_layers, source.growing_layers, strict=True):
             mine.put(slots_N, rows, theirs, index_N, length, room)
 
-    def row(self, slot: int, columns: int, length: int) -> RowStates | None:
+    def row(self, slot: int, columns: int, length: int) -> RowStates:
         """A copy of the states of the first `length` tokens of a row that has `columns` tokens."""
         return RowStates.copied([part for layer in self.growing_layers for part in layer.row(slot, columns, length)])
 
     def fill(self, rows: Sequence[RowStates], room: int) -> None:
         """Become these rows, right-aligned. room: free columns to add."""
-        padded_BLF = pad_sequence([row.packed_TF for row in rows], batch_first=True, padding_side="left")
-        parts = list(_unpacked(padded_BLF, rows[0].shapes))
-        for number, layer in enumerate(self.growing_layers):
-            layer.fill(parts[2 * number : 2 * number + 2], room)
-
-    def take(self, columns_BT: Tensor) -> None:
-        """See `GrowingLayer.take`."""
-        for layer in self.growing_layers:
-            layer.take(columns_BT)
+        parts = side_by_side(rows, room)
+        for layer, keys, values in zip(self.growing_layers, parts[::2], parts[1::2], strict=True):
+            layer.fill(keys, values, max(map(len, rows)))
 
     def keep_columns(self, length: int) -> None:
         """Keep only the last `length` columns; no row needs the others."""

@@ -119,18 +119,18 @@ class Prefiller:
         return Prefilled(prompts, cache, _forward(self.lm, prompts, cache, [0] * len(prompts)), [*map(len, prompts)])
 
     def _after(self, beginnings: list[RowStates], prompts: list[TokenIds]) -> Prefilled:
-        """Prefill what follows the beginning of each prompt."""
-        rests = [prompt[len(states) :] for states, prompt in zip(beginnings, prompts, strict=True)]
-        before, longest = max(map(len, beginnings)), max(map(len, rests))
+        """Prefill what follows the beginning of each prompt. In the place of padding, shorter rests get tokens of their
+        beginning once more: so each row is in one piece."""
+        needed_P = [len(prompt) - len(states) for states, prompt in zip(beginnings, prompts, strict=True)]
+        longest = max(needed_P)
+        rests = [prompt[-longest:] for prompt in prompts]
+        known = [
+            states.first(len(prompt) - len(rest))
+            for states, prompt, rest in zip(beginnings, prompts, rests, strict=True)
+        ]
         cache = cast(GrowingCache, self.lm.new_cache())
-        cache.fill(beginnings, room=longest)
-        logits_PV = _forward(self.lm, rests, cache, list(map(len, beginnings)))
-        if min(map(len, rests)) < longest:  # close the gap between a beginning and a shorter rest
-            columns_T = torch.arange(before + longest, device=self.lm.device)
-            gap_P1 = to_device(self.lm.device, [[longest - len(rest)] for rest in rests])
-            moved_PT = (columns_T - gap_P1).clamp(min=0)
-            cache.take(torch.where(moved_PT < before, moved_PT, columns_T))
-        return Prefilled(prompts, cache, logits_PV, [*map(len, rests)])
+        cache.fill(known, room=longest)
+        return Prefilled(prompts, cache, _forward(self.lm, rests, cache, list(map(len, known))), needed_P)
 
 
 def _forward(lm: CausalLM, tokens: list[TokenIds], cache: Cache, before_P: list[int]) -> Tensor:

@@ -112,7 +112,7 @@ class StaticCache(Cache):
         for layer, theirs in zip(self.static_layers, source.growing_layers, strict=True):
             layer.put(slots_N, theirs, index_N[:, None], columns_NT)
 
-    def row(self, slot: int, length: int) -> RowStates | None:
+    def row(self, slot: int, length: int) -> RowStates:
         """A copy of the states of a row's first `length` tokens."""
         return RowStates.copied([part for layer in self.static_layers for part in layer.row(slot, length)])
 

@@ -63,6 +63,8 @@ class StaticStep:
         if not self.cache.fits(rows, max_length):
             if self.begins:  # sized for this batch alone, not also for the most rows and columns of earlier ones
                 self.cache = StaticCache(len(self.cache.static_layers), self.lm.device)
+            else:  # requests that join come one by one, and each size makes all recordings anew
+                rows = size_for(rows)
             self.recorded, self.warm = {}, {}  # they write into the old buffers
             self.cache.resize(rows, -(-max_length // 8) * 8, like=part.cache)
             self.logits_RV = part.logits_PV.new_zeros(self.cache.rows, part.logits_PV.shape[1])
@@ -87,7 +89,7 @@ class StaticStep:
         self.cache.room = room
         return self._run(rows, room)[:batch]
 
-    def row(self, slot: int, columns: int, length: int) -> RowStates | None:
+    def row(self, slot: int, columns: int, length: int) -> RowStates:
         return self.cache.row(slot, length)
 
     def keep(self, kept_N: Tensor) -> None:

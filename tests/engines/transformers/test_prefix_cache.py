@@ -227,7 +227,8 @@ def test_conversations_that_come_and_go_at_any_time(qwen: PreTrainedModel) -> No
 
 def states(tokens: Ids) -> RowStates:
     """States that say which tokens they are of."""
-    return RowStates(torch.tensor(tokens, dtype=torch.float32)[:, None].expand(-1, 4).contiguous(), ((1, 2), (1, 2)))
+    stack = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].repeat(2, 1, 1, 2)
+    return RowStates({(1, 2): stack}, ((1, 2), (1, 2)))
 
 
 def test_it_finds_the_longest_beginning_it_has_and_stays_within_its_bound() -> None:
@@ -245,7 +246,7 @@ def test_it_finds_the_longest_beginning_it_has_and_stays_within_its_bound() -> N
         if found is None:
             assert own < BLOCK
         else:
-            assert tuple(found.packed_TF[:, 0].int().tolist()) == tokens[: len(found)]
+            assert tuple(found.stacks[1, 2][0, 0, :, 0].int().tolist()) == tokens[: len(found)]
             assert own <= len(found) <= max(shared)
             assert len(found) < len(tokens)
         cache.keep(session, tokens, states(tokens))
