@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.soak import sample, takes_long
+from tests.sampling import sample, takes_long
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,9 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="inline",
         help="where runs have their workers that do not say it: `processes` of their own stand for other machines",
     )
-    group = parser.getgroup("soak")
-    group.addoption("--soak-sample", type=int, metavar="N", help="of the tests that -m leaves, N, chosen by --soak-key")
-    group.addoption("--soak-key", default="", metavar="COMMIT", help="another one, another choice")
+    parser.addoption(
+        "--sample", type=int, metavar="N", help="N of the tests (on processes: of the runs), by --sample-key"
+    )
+    parser.addoption("--sample-key", default="", metavar="COMMIT", help="another one, another choice")
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -50,17 +51,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--backend") == "processes":
+    on_processes = config.getoption("--backend") == "processes"
+    if on_processes:
         for item in items:
             if (mark := item.get_closest_marker("inline")) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"with workers in this process: {mark.args[0]}"))
-    number = config.getoption("--soak-sample")
+    number = config.getoption("--sample")
     if number is None:
         return
-    quick = [item.nodeid for item in items if not takes_long(item)]
-    chosen = sample(quick, number, config.getoption("--soak-key"))
+    quick = [item for item in items if not (takes_long(item) or item.get_closest_marker("skip"))]
+    some = [item.nodeid for item in quick if gets_model(item) or not on_processes]
+    chosen = sample(some, number, config.getoption("--sample-key"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def gets_model(item: pytest.Item) -> bool:
+    """Whether one of its fixtures, or one that a parameter names, makes a model: no run starts without."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
+    names = [*getattr(item, "fixturenames", ()), *(value for value in parameters if isinstance(value, str))]
+    return any(name.endswith("_model") for name in names)
 
 
 def pytest_collection_finish() -> None:
@@ -71,9 +81,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Names the tests that were chosen, so that they can be run again by name."""
-    if config.getoption("--soak-sample") is None:
+    if config.getoption("--sample") is None:
         return
-    terminalreporter.section(f"chosen for {config.getoption('--soak-key')}")
+    terminalreporter.section(f"chosen for {config.getoption('--sample-key')}")
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.getreports(outcome):
             terminalreporter.line(f"{report.duration:6.1f} s  {outcome:7}  {report.nodeid}")

@@ -84,6 +84,7 @@ def test_custom_loss(folder: Path, capsys: Output) -> None:
     assert len(lines) < 30
 
 
+@pytest.mark.slow
 def test_tasks_with_test_cases(folder: Path, capsys: Output) -> None:
     out = mrl(capsys, "eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json")
     report = json.loads(out)

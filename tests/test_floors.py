@@ -113,12 +113,12 @@ def test_no_circles() -> None:
     "line",
     [
         "import mrl.loop.schedule",
-        "from mrl.loop.schedule import Ticket",
+        "from mrl.loop.schedule import Taken",
         "from mrl.loop import schedule",
         "def late():\n    from mrl.loop import schedule",
-        "if TYPE_CHECKING:\n    from mrl.loop.schedule import Ticket",
+        "if TYPE_CHECKING:\n    from mrl.loop.schedule import Taken",
         "from ..loop import schedule",
-        "from ..loop.schedule import Ticket",
+        "from ..loop.schedule import Taken",
     ],
 )
 def test_every_kind_of_import_is_seen(tmp_path: Path, line: str) -> None:

@@ -74,6 +74,7 @@ def test_a_part_runs_in_a_process_of_its_own_and_is_told_and_written_down(tmp_pa
     assert f"\n    torch: {torch.__version__}\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_dies_or_hangs_is_named_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

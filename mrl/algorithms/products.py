@@ -37,12 +37,14 @@ def add_product(total_NM: Tensor, left_NK: Tensor, right_KM: Tensor) -> None:
 
 @functools.cache
 def widens(device: torch.device) -> bool:
-    """Whether the device can multiply narrow factors into float32; found by trying."""
+    """Whether the device can multiply narrow factors into float32; found by trying. Raises torch.OutOfMemoryError."""
     ones = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
     total = torch.zeros(8, 8, device=device)
     try:
         torch.mm(ones, ones, out_dtype=torch.float32, out=total)
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:  # says nothing of what the device can do, and must not be remembered as if it did
+        raise
     except (RuntimeError, TypeError):  # NotImplementedError is one
         return False
     return True

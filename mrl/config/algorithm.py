@@ -93,7 +93,7 @@ class AlgorithmConfig(Section):
 
     importance_sampling: Literal["none", "truncated", "masked", "sequence_truncated", "sequence_masked"] = "truncated"
     """Correction for the difference between sampler and trainer (engine, top-p, min-p …): weigh each token, or each
-    sequence, by their probability ratio, cut to the bounds below (`truncated`) or dropped outside them (`masked`)."""
+    sequence, by their probability ratio, clamped to the bounds below (`truncated`) or 0 outside them (`masked`)."""
     importance_sampling_cap: float | None = Field(2.0, gt=0)
     """Upper bound of that ratio; None = none."""
     importance_sampling_floor: float | None = Field(None, gt=0)

@@ -131,7 +131,7 @@ class OrchestratorConfig(Section):
             self.generation.top_p < 1 or self.generation.top_k or self.generation.min_p
         ):
             notes.append(
-                "top_p, top_k or min_p cut the sampled distribution and importance_sampling is none: the policy "
+                "top_p, top_k or min_p filter the sampled distribution and importance_sampling is none: the policy "
                 "gradient is biased. Use importance_sampling: truncated, or sample from everything (top_p: 1)."
             )
         if self.algorithm.loss_type == "gspo" and "epsilon" not in self.algorithm.model_fields_set:

@@ -45,7 +45,7 @@ class OverlapConfig(Section):
         return self
 
     @property
-    def ahead(self) -> int:
+    def steps_ahead(self) -> int:
         """Steps by which tasks are begun before the weights of the step before theirs are there."""
         return {"off": 0, "pipeline": 1}.get(self.async_mode, self.max_staleness)
 

@@ -11,7 +11,7 @@ from typing import Any
 from mrl.backends import Backend
 from mrl.config import OrchestratorConfig
 from mrl.errors import DataError, EngineError, TrainingError
-from mrl.experience.stats import Attempts, Interval, mean_reward, pass_rate
+from mrl.evals.stats import Attempts, Interval, mean_reward, pass_rate
 from mrl.loop.collector import Collector
 from mrl.loop.preflight import check_engine, check_names, prepare_evaluation
 from mrl.loop.resources import check_resources, rollout_resources
@@ -41,7 +41,7 @@ class EvalReport:
     samples_per_task: int
     unscored: int
     """Rollouts that could not be scored. They are in no mean; intervals reach from all of them failing to all of them
-    passing (`mrl.experience.stats.pass_rate`)."""
+    passing (`mrl.evals.stats.pass_rate`)."""
     unscored_tasks: int
     """Tasks none of whose rollouts could be scored."""
     unscored_because: str | None

@@ -11,6 +11,9 @@ from mrl.types import Group, Rollout, Sample
 Reads = Literal["reward", "rewards", "steps"]
 """What an advantage looks at: the joined reward, the reward of each function as well, or the reward of each step."""
 
+PASS = 1.0
+"""A rollout passes when its reward reaches this: rewards are meant to lie in [0, 1]."""
+
 
 def is_scored(rollout: Rollout) -> bool:
     """Whether it was generated and has a reward."""

@@ -8,9 +8,8 @@ import torch
 
 from mrl.algorithms.advantages import zero_variance_fraction
 from mrl.config import OrchestratorConfig
-from mrl.experience.groups import is_overlong, is_scored, kept_groups
+from mrl.experience.groups import PASS, is_overlong, is_scored, kept_groups
 from mrl.experience.shaping import shaped_reward
-from mrl.experience.stats import PASS
 from mrl.types import Group
 
 

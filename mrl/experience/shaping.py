@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from mrl.algorithms.shaping import length_rewards, soft_overlong_punishment
 from mrl.config import OrchestratorConfig
-from mrl.experience.groups import is_scored, kept_groups
-from mrl.experience.stats import PASS
+from mrl.experience.groups import PASS, is_scored, kept_groups
 from mrl.types import Group, Rollout, Sample
 
 OVERLONG, LENGTH, KL = TERMS = ("shaping/overlong", "shaping/length", "shaping/kl")

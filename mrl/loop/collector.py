@@ -65,7 +65,8 @@ class Collector:
         """Attempt every task `n` times and score what comes of it.
 
         state: for reward functions. generated: called when nothing is being sampled any more. beside_scoring: awaited
-        from then on, beside what is left to score. finished: called with each group whose attempts have ended.
+        from then on, beside what is left to score. finished: called with each group whose attempts have ended. Without
+        tasks nobody is asked for anything.
 
         Raises RewardError when a reward breaks its contract, and what `Runner.run` raises.
         """
@@ -87,7 +88,7 @@ class Collector:
             groups = await self.runner.run(tasks, n, seed=seed, finished=ended)
             generated(groups)
             sampled = perf_counter()
-            if not self.early:
+            if groups and not self.early:
                 beside.append(asyncio.ensure_future(score(groups)))
             if beside_scoring is not None:
                 beside.append(asyncio.ensure_future(beside_scoring(groups)))

@@ -10,8 +10,7 @@ from pathlib import Path
 from mrl.algorithms import ADVANTAGES
 from mrl.config import OrchestratorConfig
 from mrl.experience.failures import cause_key, group_causes, in_one_line
-from mrl.experience.groups import has_signal, is_scored
-from mrl.experience.stats import PASS
+from mrl.experience.groups import PASS, has_signal, is_scored
 from mrl.store.find import shortest_name
 from mrl.store.read import RunReader
 from mrl.system.shell import command

@@ -1,9 +1,9 @@
 """Scheduling of rollouts: which tasks are started when, and which groups a step trains on.
 
 Tasks are drawn in batches, one for each step, and attempted ahead of training: those of step n may begin as soon as
-step n - 1 - `ahead` was trained, so that `ahead` = 0 is the synchronous loop and nothing else differs between the
-modes. Groups are handed out in two ways (mrl/loop/schedule_modes.py). `WholeBatches`: a step gets the batch that was
-drawn for it. `SingleTasks`: a step takes the groups that end first, whichever step their tasks were drawn for.
+step n - 1 - `steps_ahead` was trained, so that `steps_ahead` = 0 is the synchronous loop and nothing else differs
+between the modes. Groups are handed out in two ways (mrl/loop/schedule_modes.py). `WholeBatches`: a step gets the batch
+that was drawn for it. `SingleTasks`: a step takes the groups that end first, whichever step their tasks were drawn for.
 
 The states of a TaskBatch, which is a step's whole batch or one of its tasks:
 
@@ -31,8 +31,9 @@ from typing import Any
 
 from mrl.config.overlap import OverlapConfig
 from mrl.data import TaskOrder
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, TrainingError
 from mrl.loop.task_batch import TaskBatch
+from mrl.system.gather import is_being_cancelled
 from mrl.types import Group, Task
 
 
@@ -269,6 +270,14 @@ class Scheduler(ABC):
         except Exception:
             batch.stage = "failed"  # nobody waits for it any more; its step raises the error
             raise
+        except asyncio.CancelledError:
+            if is_being_cancelled():
+                raise
+            batch.stage = "failed"  # its step would wait for it for ever
+            raise TrainingError(
+                f"the tasks of step {batch.step} were not attempted to the end: something that they waited for was "
+                "cancelled, and not by the run; look for asyncio's cancel() in the rollout source"
+            ) from None
         finally:
             self.changed.set()
 
@@ -283,7 +292,7 @@ class Scheduler(ABC):
 
     def _limit(self) -> int:
         """The last step whose tasks may begin."""
-        return min(self.trained + 1 + self.overlap.ahead, self.total_steps)
+        return min(self.trained + 1 + self.overlap.steps_ahead, self.total_steps)
 
     def _waiting(self) -> list[TaskBatch]:
         return [batch for batch in self.batches if batch.stage == "waiting"]

@@ -126,7 +126,7 @@ class SingleTasks(Scheduler):
             return
         for batch in [b for b in self.batches if b.stage not in ("waiting", "failed")]:
             behind = version - (batch.oldest() if batch.stage == "done" else batch.version)
-            if behind <= self.overlap.ahead:
+            if behind <= self.overlap.steps_ahead:
                 continue
             if self.overlap.async_mode != "queue":
                 self._restart_batch(batch)
@@ -136,7 +136,7 @@ class SingleTasks(Scheduler):
             if batch.work is not None:
                 batch.work.cancel()
             self.counts["dropped"] += 1
-            bound = f"max_staleness: {self.overlap.ahead}"
+            bound = f"max_staleness: {self.overlap.steps_ahead}"
             self._leave_out(batch, f"{DROPPED}sampled by weights {behind} versions old ({bound})")
             self._resample(batch.step, 1, [])
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -78,15 +77,16 @@ def _other_weights(evidence: MismatchEvidence, view: WorkerView) -> Cause | None
     return Cause(
         "missed sync",
         f"{view.name} says it serves version {view.version}, but {seen}. Look at the engine's log and at "
-        "weight_sync_method, and start the engine anew",
+        "weight_sync_method, and restart the engine",
     )
 
 
 def _fitting(evidence: MismatchEvidence) -> list[SamplingEstimate]:
-    """The estimated temperature or filter, the better fit first; both only where they fit about equally well."""
+    """The estimated temperature or filter, the better fit first; both only where they fit about equally well, and none
+    where there is nothing to explain, or no end of it."""
     estimates = sorted((evidence.temperature, evidence.sampling_filter), key=lambda estimate: estimate.residual)
     enough = min(EXPLAINS * evidence.gap, 3 * estimates[0].residual + AGREES)
-    return [estimate for estimate in estimates if estimate.residual <= enough and math.isfinite(enough)]
+    return [estimate for estimate in estimates if estimate.residual <= enough < evidence.gap]
 
 
 def _other_sampling(estimate: SamplingEstimate, evidence: MismatchEvidence, asked: GenerationConfig) -> Cause:

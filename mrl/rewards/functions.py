@@ -128,11 +128,11 @@ def _load_file(path: Path, spec: str) -> ModuleType:
         sys.path.append(str(path.parent))
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None
-    assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     try:
-        module_spec.loader.exec_module(module)
+        # As it is now: an import could take compiled code of a second ago, and would leave some in the user's folder.
+        exec(compile(source, str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise RewardError(f"reward_funcs: {spec!r} does not import: {_cause(error, str(path))}") from error

@@ -17,7 +17,7 @@ from time import perf_counter
 
 from mrl.errors import ConfigError, EngineDied, SyncError, WorkerDied
 from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource
-from mrl.system.gather import all_of
+from mrl.system.gather import all_of, is_being_cancelled
 from mrl.types import Group, Rollout, Task, derive_seed
 
 ENDS_ALL = (WorkerDied, EngineDied, SyncError, ConfigError)
@@ -52,6 +52,8 @@ class Runner:
         finished: called with each group as soon as its last attempt has ended. A task that is among them once more (a
         dataset smaller than a batch) gets other attempts, with other seeds. Cancelled, it ends when all attempts have.
         """
+        if not tasks:
+            return []
         if isinstance(self.source, BatchSource):
             groups = await self.source.collect(tasks, self.policy, n, seed)
             self.ended += sum(len(group.rollouts) for group in groups)
@@ -89,8 +91,12 @@ class Runner:
                 rollout = await self.source.run(task, attempt, self.policy, seed)
         except ENDS_ALL:
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            if isinstance(error, asyncio.CancelledError):
+                if is_being_cancelled():
+                    raise
+                reason = "CancelledError: what it waited for was cancelled, and not by the run"
             if deadline.expired() and isinstance(error, TimeoutError):
                 reason = f"took longer than {self.timeout:g} s (rollout_timeout)"
             rollout = failed_rollout(task, attempt, reason)

@@ -40,7 +40,7 @@ class ChosenOptions:
         return int(min(self["max_tokens"] or self["max_completion_length"], self["max_completion_length"]))
 
     @property
-    def is_cut(self) -> bool:
+    def is_filtered(self) -> bool:
         """Whether some tokens are never sampled."""
         return bool(self["top_p"] < 1 or self["top_k"] or self["min_p"])
 

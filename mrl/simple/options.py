@@ -48,10 +48,10 @@ def check_options(config: OrchestratorConfig, spec: TrainerSpec) -> None:
 def notices(config: OrchestratorConfig, spec: TrainerSpec, tasks: int) -> list[str]:
     """Where TRL's loop differs from mrl's without an option to say so."""
     chosen, notes = ChosenOptions(config.flat(), spec), []
-    if spec.online and chosen.is_cut:
+    if spec.online and chosen.is_filtered:
         notes.append(
-            "top_p, top_k or min_p cut the sampled distribution and TRL's trainer does not correct for it: the policy "
-            "gradient is biased. Sample from everything (top_p: 1), or use mode: orchestrated."
+            "top_p, top_k or min_p filter the sampled distribution and TRL's trainer does not correct for it: the "
+            "policy gradient is biased. Sample from everything (top_p: 1), or use mode: orchestrated."
         )
     if spec.name in RL and tasks % chosen["batch_size"]:
         notes.append(
@@ -117,7 +117,7 @@ def _check_sampling(config: OrchestratorConfig, chosen: ChosenOptions) -> None:
             f"max_tokens: TRL trains on everything it samples, so {sampled} cannot be above max_completion_length "
             f"({trained}); use {trained}"
         )
-    if "importance_sampling" in _given(config) and chosen["importance_sampling"] != "none" and chosen.is_cut:
+    if "importance_sampling" in _given(config) and chosen["importance_sampling"] != "none" and chosen.is_filtered:
         raise ConfigError(
             f"importance_sampling: {chosen['importance_sampling']} cannot be had with mode: simple, where TRL does not "
             "correct for top_p, top_k or min_p; sample from everything (top_p: 1), or set importance_sampling: none"

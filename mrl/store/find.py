@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrl.errors import StoreError
-from mrl.store.lock import is_locked
+from mrl.store.lock import is_locked, machine_of_writer
 from mrl.store.read import RunReader
+from mrl.system.machine import booted, on_this_kernel
 
 RunStatus = Literal["running", "finished", "interrupted", "failed", "died", "unknown", "unreadable"]
 REWARD = "reward/mean"
@@ -114,9 +115,23 @@ def _status(run: Path, recorded: RunStatus, host: str | None, progress: dict[str
         return "running"
     if recorded != "running":
         return recorded
-    if host in (None, socket.gethostname()):  # the lock went with its process
+    if _was_written_here(run, host, progress):  # the lock went with its process
         return "died"
     return "running" if _is_recent(progress) else "unknown"
+
+
+def _was_written_here(run: Path, host: str | None, progress: dict[str, Any] | None) -> bool:
+    """Whether the process that wrote last was on this machine, so that its lock would be seen from here.
+
+    A name says it only of older runs, whose locks say no more, and of a run that was last heard of before this machine
+    was booted.
+    """
+    machine = machine_of_writer(run)
+    if machine is not None and on_this_kernel(machine):
+        return True
+    if host not in (None, socket.gethostname()):
+        return False
+    return machine is None or (progress is not None and progress["heartbeat"] < booted())
 
 
 def _is_recent(progress: dict[str, Any] | None) -> bool:

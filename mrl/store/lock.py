@@ -66,15 +66,28 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def machine_of_writer(folder: Path) -> str | None:
+    """The machine (`machine_id`) of the process that writes this run, or wrote it last; None where the lock does not
+    say, as in runs of older versions."""
+    machine: str | None = _owner(folder).get("machine")
+    return machine
+
+
 def _who() -> dict[str, Any]:
-    """The process, for people, who know machines by their names."""
+    """The process; with the machine's name, which is for people."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine_id()}
 
 
-def _refusal(folder: Path) -> str:
-    owner: dict[str, Any] = {}
+def _owner(folder: Path) -> dict[str, Any]:
+    """What `_who` said in the process that took the lock last."""
+    owner = None
     with suppress(OSError, ValueError):
         owner = json.loads((folder / LOCK).read_text())
+    return owner if isinstance(owner, dict) else {}
+
+
+def _refusal(folder: Path) -> str:
+    owner = _owner(folder)
     who = f"process {owner.get('pid', 'unknown')}"
     if owner.get("machine") not in (None, machine_id()):
         who += f" on {owner.get('host')}"

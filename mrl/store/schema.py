@@ -38,7 +38,7 @@ CREATE TABLE run (                     -- one row
     status TEXT NOT NULL,              -- running, finished, interrupted, failed
     error TEXT,
     pid INTEGER NOT NULL,
-    host TEXT NOT NULL,
+    host TEXT NOT NULL,                -- the machine's name, for people; run.lock says which machine it was
     created REAL NOT NULL,             -- seconds since 1970, as every time here
     started REAL NOT NULL,             -- of the process that writes now, or wrote last
     ended REAL,

@@ -1,4 +1,4 @@
-"""Coroutines at once, and none left behind."""
+"""Coroutines at once, and none left behind; and whether a cancellation is one's own."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         if unfinished:
             await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+def is_being_cancelled() -> bool:
+    """Whether somebody cancels the current task. If not, a CancelledError in it is another task's, which it awaited."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -22,13 +22,27 @@ def machine_id() -> str:
     neither unique (cloned machines, containers) nor the same throughout a machine (containers).
     """
     try:
-        kernel = _BOOT_ID.read_text().strip()
-    except OSError:  # no Linux: the network card, and when it was booted
-        import psutil
-
-        kernel = f"{socket.gethostname()}-{uuid.getnode():x}-{psutil.boot_time():.0f}"
-    try:
         memory = str(os.stat(SHARED_MEMORY).st_dev)
     except OSError:
         memory = "none"
-    return f"{kernel}/{memory}"
+    return f"{_kernel_id()}/{memory}"
+
+
+def on_this_kernel(machine: str) -> bool:
+    """Whether the process that called itself on `machine` (`machine_id`) ran on this kernel since it was booted: its
+    file locks are seen from here then, whatever containers the two are in."""
+    return machine.partition("/")[0] == _kernel_id()
+
+
+def booted() -> float:
+    """When this machine was booted, in seconds since 1970."""
+    import psutil
+
+    return float(psutil.boot_time())
+
+
+def _kernel_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # no Linux: the network card, and when it was booted
+        return f"{socket.gethostname()}-{uuid.getnode():x}-{booted():.0f}"

@@ -18,7 +18,7 @@ from mrl.algorithms.grpo import GRPO
 from mrl.config import AlgorithmConfig
 from mrl.errors import CheckpointError, ConfigError, SyncError, TrainingError
 from mrl.types import Sample, TrainBatch
-from tests.soak import but
+from tests.soak import but, slow_but
 
 LR = 1e-3
 
@@ -396,8 +396,8 @@ def test_lora_target_modules_there_are_not(tiny_model: str) -> None:
         actor.initialize()
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("lora", slow_but([True], [False, True]))
+@pytest.mark.parametrize("beside", slow_but([True], [False, True]))
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(
     tiny_model: str, tmp_path: Path, lora: bool, beside: bool
 ) -> None:

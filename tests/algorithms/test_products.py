@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.algorithms.logprobs import LowRank, token_logprobs
-from mrl.algorithms.products import add_product, product
+from mrl.algorithms.products import add_product, product, widens
 from mrl.modeling.precision import keep_logits_wide, same_weights
 
 
@@ -29,6 +29,23 @@ def test_products_are_float64s() -> None:
     assert product(left, right.T, out=out) is out
     add_product(out, left, right.T)
     torch.testing.assert_close(out.double(), 2 * exact, atol=1e-4, rtol=0)
+
+
+def test_what_a_full_device_can_do_is_not_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would multiply in float32 from then on."""
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    widens.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            widens(torch.device("cpu"))
+        patch.setattr(torch, "mm", lambda *_, **__: None)
+        patch.setattr(torch, "addmm", lambda *_, **__: None)
+        assert widens(torch.device("cpu")), "it is tried again"
+    widens.cache_clear()
 
 
 @pytest.mark.parametrize("adapted", [False, True])

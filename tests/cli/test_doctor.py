@@ -54,11 +54,13 @@ def test_the_defaults_work_here(report: Report) -> None:
     assert report.ok
 
 
+@pytest.mark.slow
 def test_every_member_is_tried(report: Report) -> None:
     tried = {(check.kind, check.name) for check in report.checks}
     assert tried >= {("backend", name) for name in BACKENDS.names()} | {("sandbox", name) for name in SANDBOXES.names()}
 
 
+@pytest.mark.slow
 def test_machine_and_packages_are_the_real_ones(report: Report) -> None:
     import torch
 
@@ -69,6 +71,7 @@ def test_machine_and_packages_are_the_real_ones(report: Report) -> None:
     assert report.machine.memory is None or report.machine.memory > 2**28
 
 
+@pytest.mark.slow
 def test_report_is_plain_data_and_readable(report: Report) -> None:
     assert json.loads(json.dumps(asdict(report)))["ok"] is True
     text = text_of(report)
@@ -121,6 +124,7 @@ def test_what_hangs_is_left_behind() -> None:
     assert found.seconds < 5
 
 
+@pytest.mark.slow
 def test_what_is_slow_is_not_told_as_broken(report: Report) -> None:
     """Nobody knows whether it works: the machine may be busy."""
 

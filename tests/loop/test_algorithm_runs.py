@@ -173,20 +173,20 @@ def test_groups_that_agree_are_dropped_or_replaced(tiny_model: str, tmp_path: Pa
         "max_completion_length": 4,
     }
     dropped = run(tiny_model, tmp_path / "drop", zero_variance_groups="drop", **options)
-    refilled = run(tiny_model, tmp_path / "more", zero_variance_groups="resample", max_resamples=4, **options)
-    for rows, name in ((dropped, "drop"), (refilled, "more")):
+    resampled = run(tiny_model, tmp_path / "more", zero_variance_groups="resample", max_resamples=4, **options)
+    for rows, name in ((dropped, "drop"), (resampled, "more")):
         for row in rows:
             groups = groups_of(tmp_path / name, row["step"])
             assert row["rollout/groups"] == len(groups)
             assert row["rollout/groups_dropped"] == sum(len(rewards) == 1 for rewards in groups.values())
     assert all(row["rollout/groups"] <= 4 for row in dropped)
     assert any(row["rollout/groups_dropped"] > 0 for row in dropped)
-    assert all(row["rollout/resamples"] <= 4 for row in refilled)
-    assert any(row["rollout/resamples"] > 0 for row in refilled)
-    for row in refilled:
+    assert all(row["rollout/resamples"] <= 4 for row in resampled)
+    assert any(row["rollout/resamples"] > 0 for row in resampled)
+    for row in resampled:
         assert row["rollout/groups"] - row["rollout/groups_dropped"] == 4 or row["rollout/resamples"] == 4
-    assert refilled[-1]["rollout/epoch"] > dropped[-1]["rollout/epoch"]  # further tasks, not the same ones again
-    for row in refilled:  # a task that comes round again within a step is attempted anew
+    assert resampled[-1]["rollout/epoch"] > dropped[-1]["rollout/epoch"]  # further tasks, not the same ones again
+    for row in resampled:  # a task that comes round again within a step is attempted anew
         seen = Counter(
             (r["task_id"], tuple(r["samples"][0]["completion_ids"]))
             for r in rollouts_of(tmp_path / "more")
@@ -239,7 +239,7 @@ def test_a_resumed_run_samples_what_an_uninterrupted_one_does(tiny_model: str, t
 
 
 @pytest.mark.slow
-def test_replay_recomputes_shaped_and_refilled_steps_exactly(tiny_model: str, tmp_path: Path) -> None:
+def test_replay_recomputes_shaped_and_resampled_steps_exactly(tiny_model: str, tmp_path: Path) -> None:
     run(tiny_model, tmp_path / "r", **SAME_RUN)
     for step in (1, 3, 5):
         assert replay(tmp_path / "r", step).exact

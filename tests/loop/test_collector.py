@@ -13,7 +13,7 @@ from mrl.loop.collector import Collector
 from mrl.loop.preflight import prepare
 from mrl.rewards.base import RewardReport, RewardRequest, RewardResult
 from mrl.rollouts.runner import Runner, rollout_id
-from mrl.types import Rollout, Task
+from mrl.types import Group, Rollout, Task
 from mrl.workers.scoring import TrainerState
 
 TASKS = [Task("quick", "p"), Task("slow", "p")]
@@ -70,6 +70,16 @@ async def test_else_all_rollouts_come_in_one_call() -> None:
     assert calls == [["quick#0", "quick#1", "slow#0", "slow#1"]]
     assert scores == [[1.0, 1.0], [1.0, 1.0]]
     assert logged == [4]
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_without_tasks_nobody_is_asked(early: bool) -> None:
+    told: list[list[Group]] = []
+    rewards = Rewards(asyncio.Event())
+    collector = Collector(Runner(Source(asyncio.Event()), None), rewards, early)  # type: ignore[arg-type]
+    done = await collector.collect([], 2, seed=0, state=TrainerState(0, 1, 0.0), generated=told.append)
+    assert (done.groups, done.logged, told, rewards.calls) == ([], [], [[]], [])
+    assert set(done.seconds) == {"generate", "reward"}
 
 
 @pytest.mark.parametrize(

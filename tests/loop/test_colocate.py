@@ -31,6 +31,8 @@ from mrl.types import Completion, GenerateRequest, TrainBatch, WeightRef
 from tests import small_runs
 from tests.soak import slow_but
 
+pytestmark = pytest.mark.inline("other backends refuse `colocate`, and whoever has the device is asked as an object")
+
 GPU = 24 * shares.GIB
 
 
@@ -173,6 +175,7 @@ def test_weights_that_are_not_sent_are_kept(tiny_model: str, tmp_path: Path, cal
     assert "sleep 2" not in calls
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_weights_that_were_sent_before_the_actors(
     tiny_model: str, tmp_path: Path, calls: list[str]
 ) -> None:
@@ -199,6 +202,7 @@ def test_checkpoints_and_evaluations_come_in_between(tiny_model: str, tmp_path: 
     assert len(list(read_rows(tmp_path, "eval_metrics"))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", slow_but(["train"], ["train", "return"]))
 def test_stopped_in_the_actors_turn_it_goes_on_later(
     stops: str, tiny_model: str, tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch

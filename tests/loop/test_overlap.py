@@ -60,6 +60,7 @@ def test_at_staleness_0_it_is_the_synchronous_run(tiny_model: str, tmp_path: Pat
     assert left == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", but(({"beta": 0.1, "num_rollout_workers": 2},), [{}, {"beta": 0.1, "num_rollout_workers": 2}])
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def test_a_step_can_be_looked_at_while_it_happens(
         ConsoleTracker, "phase", lambda self, name, detail="": (shown.append(name), phase(self, name, detail))[1]
     )
     seen: dict[str, Any] = {}
-    looked = threading.Event()
+    looked, told = threading.Event(), tmp_path / "looked"
 
     def look() -> None:
         while not (tmp_path / "run" / "config.yaml").exists():
@@ -134,15 +135,14 @@ def test_a_step_can_be_looked_at_while_it_happens(
                 now = reader.progress() or {}
                 if (now.get("stage"), now.get("step")) == ("scoring", 2) and now["tokens"]:
                     seen.update(now)
+                    told.touch()
                     looked.set()
 
-    calls = 0
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls == 3:  # before the run it is tried once
-            assert looked.wait(60), "nobody saw it"
+    def reward(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        patience = time.monotonic() + 60
+        while trainer_state.global_step == 2 and not told.exists():
+            assert time.monotonic() < patience, "nobody saw it"
+            time.sleep(0.02)
         return [float(len(text)) for text in completions]
 
     watching = threading.Thread(target=look, daemon=True)

@@ -13,7 +13,7 @@ import pytest
 
 from mrl.config import OverlapConfig
 from mrl.data import TaskOrder
-from mrl.errors import ConfigError, RewardError
+from mrl.errors import ConfigError, RewardError, TrainingError
 from mrl.loop.schedule import Taken
 from mrl.loop.schedule_modes import make_scheduler
 from mrl.loop.task_batch import TaskBatch, staleness
@@ -223,7 +223,7 @@ async def test_what_is_in_flight_is_not_gone_on_with_in_another_way(modes: tuple
 
 
 async def test_a_surplus_does_not_keep_replacements_waiting() -> None:
-    """Tasks of the next step that are begun early wait in line before a task drawn again for this one."""
+    """Tasks of the next step that are begun early wait in line before a task resampled for this one."""
     world = World(OverlapConfig(over_sampling=1.4), steps=3, max_resamples=9)
     world.has_signal = lambda index: index >= 5
     world.lasts = lambda index: 30.0 if index in (3, 4) else 0.001
@@ -233,7 +233,7 @@ async def test_a_surplus_does_not_keep_replacements_waiting() -> None:
     await world.scheduler.close()
 
 
-async def test_groups_that_teach_nothing_are_replaced_up_to_a_bound() -> None:
+async def test_groups_without_a_signal_are_resampled_up_to_a_bound() -> None:
     world = World(OverlapConfig(async_mode="queue", max_staleness=1), max_resamples=1)
     world.has_signal = lambda index: index % 2 == 0
     taken = await world.train(1, in_flight=True)
@@ -268,6 +268,22 @@ async def test_a_failed_attempt_is_raised_when_the_step_comes(mode: str, when: s
             await train_on(world, range(2 if mode == "pipeline" else 1, 4))
         await world.scheduler.drain()
     assert world.scheduler.unused() or when == "generating", "what was generated can still be written down"
+    await world.scheduler.close()
+
+
+@pytest.mark.parametrize("mode", ["off", "queue"])
+async def test_work_that_somebody_else_cancels_is_an_error_and_not_waited_for(mode: str) -> None:
+    world = World(OverlapConfig(async_mode=mode))
+
+    async def produce(batch: TaskBatch, generated: Callable[[], None]) -> None:
+        helper = asyncio.ensure_future(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(helper.cancel)
+        await helper
+
+    world.scheduler.produce = produce
+    async with asyncio.timeout(10):
+        with pytest.raises(TrainingError, match=r"step 1 .* cancelled, and not by the run"):
+            await world.train(1)
     await world.scheduler.close()
 
 

@@ -81,6 +81,12 @@ def test_logprobs_that_are_infinite_fit_nothing() -> None:
     assert len(kinds(broken, GOOD)) == 4
 
 
+def test_tokens_on_which_both_agree_need_no_explanation() -> None:
+    """Scored again, the tokens of a step whose gap was too large may have none."""
+    exact = SamplingEstimate("temperature", 1.0, 0.0)
+    assert kinds(evidence(gap=0.0, temperature=exact, sampling_filter=exact, rounding=0.0), GOOD) == ["dtype"]
+
+
 def test_a_bias_is_no_rounding() -> None:
     assert "dtype" not in kinds(evidence(gap=0.03, signed_gap=0.03), GOOD)[:1]
 
@@ -97,7 +103,7 @@ def test_where_nothing_fits_all_four_are_named_with_what_to_look_at(view: Worker
 
 
 @given(
-    gap=st.floats(1e-6, math.inf),
+    gap=st.floats(0, math.inf),
     signed=st.floats(-10, 10),
     left=st.tuples(st.floats(0, math.inf), st.floats(0, math.inf)),
     rounding=st.floats(0, 1),

@@ -251,6 +251,7 @@ def test_weights_of_no_known_version_are_a_missed_sync_too(sharp_model: str, tmp
     assert re.search(r"1\. missed sync: rollout-0 says it serves version 1, .*another model", str(stopped.value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [sampling(temperature=0.6)], indirect=True)
 def test_a_stopped_run_goes_on_from_before_once_its_cause_is_gone(
     sharp_model: str, tmp_path: Path, engine: str

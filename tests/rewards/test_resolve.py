@@ -1,6 +1,7 @@
 """What may stand under `reward_funcs`, and what is said when it does not work."""
 
 import json
+import sys
 
 import pytest
 
@@ -91,6 +92,15 @@ def test_file_errors(file):
     assert "SystemExit: 3" in refused(f"{file}:f")
     file.write_text("import no_such_package\n")
     assert "No module named 'no_such_package'" in refused(f"{file}:f")
+
+
+def test_a_file_is_run_as_it_is_and_leaves_nothing_behind(file, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for value in "1", "2":  # as long, and most often within the same second
+        file.write_text(f"def f(completions, **_): return [{value}] * len(completions)\n")
+        (reward,) = resolve_rewards(f"{file}:f")
+        assert reward.function(["a"]) == [int(value)]
+    assert not list(file.parent.glob("__pycache__"))
 
 
 def test_module():

@@ -60,6 +60,15 @@ async def test_groups_come_in_order_with_a_seed_for_each_attempt() -> None:
     assert source.most == 12
 
 
+async def test_without_tasks_no_source_is_asked() -> None:
+    class AtOnce:
+        async def collect(self, *_: Any) -> list[Group]:
+            raise AssertionError
+
+    assert await Runner(AtOnce(), None).run([], 2, seed=0) == []
+    assert await Runner(Script(), None).run([], 2, seed=0) == []
+
+
 async def test_a_task_that_comes_again_gets_other_attempts() -> None:
     groups = await Runner(Script(), None).run([TASKS[0], TASKS[1], TASKS[0]], 2, seed=0)
     assert ids(groups) == [["t0#0", "t0#1"], ["t1#0", "t1#1"], ["t0#2", "t0#3"]]
@@ -73,10 +82,15 @@ async def test_a_failed_attempt_is_a_failed_rollout_and_takes_no_other_with_it()
             await asyncio.sleep(60)
         if (task.id, attempt) == ("t3", 1):
             raise TimeoutError("its own")
+        if (task.id, attempt) == ("t0", 0):
+            helper = asyncio.ensure_future(asyncio.sleep(60))
+            asyncio.get_running_loop().call_soon(helper.cancel)
+            await helper
 
     groups = await Runner(Script(act), None, timeout=0.2).run(TASKS, 2, seed=0)
     failed = {r.id: r.error for group in groups for r in group.rollouts if r.status == "failed"}
     assert failed == {
+        "t0#0": "CancelledError: what it waited for was cancelled, and not by the run",
         "t1#0": "ConnectionError: broke off",
         "t2#1": "took longer than 0.2 s (rollout_timeout)",
         "t3#1": "TimeoutError: its own",

@@ -66,6 +66,7 @@ def test_a_rollout_that_arrives_scored_stays_so(tiny_model: str, tmp_path: Path)
     assert all(row["reward"] is not None for row in rows if row["status"] == "ok")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but([{"async_mode": "pipeline"}], [{}, {"async_mode": "pipeline"}]))
 def test_a_resumed_run_of_three_turns_attempts_the_same(mode: dict[str, Any], tiny_model: str, tmp_path: Path) -> None:
     """Later turns join what is decoded as they come, so the last bits are left to time; everything else is not."""

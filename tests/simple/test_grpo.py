@@ -421,6 +421,7 @@ def test_the_command_line(
     assert json.loads(out[out.index("{\n") :])["steps"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.inline("its reward function interrupts its own process")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -24,6 +25,7 @@ from mrl.store.progress import Progress, WorkerHealth
 from mrl.store.read import RunReader
 from mrl.store.run import RunStore, read_rows
 from mrl.store.schema import PROGRESS, VERSION
+from mrl.system.machine import booted, machine_id
 
 CONFIG = OrchestratorConfig()
 
@@ -198,14 +200,64 @@ def test_status_comes_from_lock_and_heartbeat(tmp_path: Path) -> None:
     assert (summarize(folder).status, summarize(folder).silent_since) == ("running", None)
     store.close()
 
-    as_recorded(folder, status="running", host=socket.gethostname(), heartbeat=now)
+    as_recorded(folder, status="running", heartbeat=now)
     assert summarize(folder).status == "died", "on this machine the lock went with its process"
-    as_recorded(folder, host="elsewhere", heartbeat=time.time())
-    assert (summarize(folder).status, summarize(folder).silent_since) == ("running", None)
+    written_on(folder, "another-kernel/1")
+    as_recorded(folder, heartbeat=time.time())
+    assert (summarize(folder).status, summarize(folder).silent_since) == ("running", None), "whatever it is called"
     as_recorded(folder, heartbeat=long_ago)
     assert (summarize(folder).status, summarize(folder).silent_since) == ("unknown", long_ago)
     as_recorded(folder, status="finished")
     assert (summarize(folder).status, summarize(folder).silent_since) == ("finished", None)
+
+
+def written_on(folder: Path, machine: str | None) -> None:
+    """Change on which machine the run was written; None = by a version that did not say it."""
+    owner = {"pid": 1, "host": socket.gethostname()} | ({} if machine is None else {"machine": machine})
+    (folder / "run.lock").write_text(json.dumps(owner))
+
+
+def test_which_machine_wrote_a_run_is_its_kernels_word_not_a_names(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    store = RunStore(folder, CONFIG)
+    until(lambda: summarize(folder).progress)
+    store.close()
+    as_recorded(folder, status="running", host="a-container", heartbeat=time.time())
+    assert summarize(folder).status == "died"
+    written_on(folder, machine_id().partition("/")[0] + "/another-shared-memory")
+    assert summarize(folder).status == "died", "a container's locks are its machine's"
+    written_on(folder, "another-kernel/1")
+    assert summarize(folder).status == "running"
+
+
+def test_a_machine_that_was_booted_again_ended_what_ran_on_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    store = RunStore(folder, CONFIG)
+    until(lambda: summarize(folder).progress)
+    store.close()
+    written_on(folder, "the-kernel-before/1")
+    as_recorded(folder, status="running", heartbeat=booted() - 100)
+    assert summarize(folder).status == "died"
+    as_recorded(folder, heartbeat=booted() + 1)
+    assert summarize(folder).status in ("running", "unknown"), "another machine of that name"
+    as_recorded(folder, host="elsewhere", heartbeat=booted() - 100)
+    assert summarize(folder).status == "unknown"
+
+
+@pytest.mark.parametrize("lock", [None, "", "[]"])
+def test_runs_of_older_versions_know_their_machine_by_its_name(tmp_path: Path, lock: str | None) -> None:
+    folder = tmp_path / "a"
+    store = RunStore(folder, CONFIG)
+    until(lambda: summarize(folder).progress)
+    store.close()
+    if lock is None:
+        written_on(folder, None)
+    else:
+        (folder / "run.lock").write_text(lock)
+    as_recorded(folder, status="running", heartbeat=time.time())
+    assert summarize(folder).status == "died"
+    as_recorded(folder, host="elsewhere")
+    assert summarize(folder).status == "running"
 
 
 STOPPED = """

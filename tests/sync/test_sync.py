@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.actor.worker import ActorWorker
-from mrl.backends import Resources
-from mrl.backends.inline import InlineBackend
+from mrl.backends import Backend, Resources, make_backend
 from mrl.errors import EngineError, SyncError
 from mrl.sync import SYNC_METHODS
+from mrl.sync.base import WeightSync
 from mrl.system.gather import all_of
 from mrl.types import GenerateRequest, Sample, SamplingParams, TrainBatch
 from mrl.weights.checksum import _in_cache, checksum
@@ -23,8 +23,8 @@ from mrl.workers.rollout import RolloutWorker
 from tests.soak import rows_but
 
 
-async def spawn_all(model: str, workers: int, **lora: object) -> tuple[InlineBackend, object, list[object]]:
-    backend = InlineBackend(60)
+async def spawn_all(model: str, workers: int, **lora: object) -> tuple[Backend, Any, list[Any]]:
+    backend = make_backend("inline", {}, 60)
     settings = {"model": model, "device": "cpu", "max_model_len": 64, **lora}
     actor = await backend.spawn(
         ActorWorker,
@@ -43,6 +43,10 @@ async def spawn_all(model: str, workers: int, **lora: object) -> tuple[InlineBac
     ]
     await actor.call("initialize")
     return backend, actor, handles
+
+
+def sync_by(method: str, folder: Path, backend: Backend) -> WeightSync:
+    return SYNC_METHODS.get(method)(folder, shares_modules=backend.shares_memory)
 
 
 async def pool_of(workers: list[Any]) -> RolloutPool:
@@ -87,8 +91,8 @@ async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
 ) -> None:
     adapter = {"use_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0} if lora else {}
     backend, actor, workers = await spawn_all(request.getfixturevalue(fixture), 2, **adapter)
-    sync = SYNC_METHODS.get(method)(tmp_path / "weights")
-    if (method, fixture, lora) == ("direct", "experts_model", True):
+    sync = sync_by(method, tmp_path / "weights", backend)
+    if (method, fixture, lora) == ("direct", "experts_model", True) and backend.shares_memory:
         with pytest.raises(SyncError, match="PEFT rebuilds layers of experts"):
             await sync.sync(actor, workers, 0)
         await backend.close()
@@ -124,16 +128,17 @@ async def test_after_a_sync_the_samplers_logprobs_are_the_actors(
 
 async def test_reload_keeps_one_version_on_disk_and_direct_none(tiny_model: str, tmp_path: Path) -> None:
     backend, actor, workers = await spawn_all(tiny_model, 1)
-    sync = SYNC_METHODS.get("reload")(tmp_path / "weights")
+    sync = sync_by("reload", tmp_path / "weights", backend)
     for version in range(3):
         await sync.sync(actor, workers, version)
         assert [p.name for p in (tmp_path / "weights").glob("v*")] == [f"v{version}"]
     await backend.close()
 
 
+@pytest.mark.inline("its subject is a module that is shared")
 async def test_direct_shares_the_module_itself(tiny_model: str, tmp_path: Path) -> None:
     backend, actor, workers = await spawn_all(tiny_model, 2)
-    await SYNC_METHODS.get("direct")(tmp_path).sync(actor, workers, 0)
+    await sync_by("direct", tmp_path, backend).sync(actor, workers, 0)
     tensors = actor.worker.model.state_dict()
     for handle in workers:
         served = handle.worker.engine.state_dict()
@@ -167,7 +172,7 @@ async def test_a_worker_that_does_not_hold_what_was_sent_is_found(
         worker, name="rollout-7", resources=Resources(), args={"engine": "transformers", "model": settings}
     )
     with pytest.raises(SyncError, match=rf"rollout-7: .*{message}"):
-        await SYNC_METHODS.get("reload")(tmp_path / "weights").sync(actor, [bad], 5)
+        await sync_by("reload", tmp_path / "weights", backend).sync(actor, [bad], 5)
     await backend.close()
 
 
@@ -175,7 +180,7 @@ async def test_a_full_disk_is_said(tiny_model: str, tmp_path: Path) -> None:
     backend, actor, workers = await spawn_all(tiny_model, 1)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SyncError, match="could not be written"):
-        await SYNC_METHODS.get("reload")(tmp_path / "file").sync(actor, workers, 0)
+        await sync_by("reload", tmp_path / "file", backend).sync(actor, workers, 0)
     await backend.close()
 
 
@@ -217,7 +222,8 @@ def test_checksum_in_pieces_is_exact() -> None:
 
 async def test_work_is_spread_and_comes_back_in_order(tiny_model: str, tmp_path: Path) -> None:
     backend, actor, workers = await spawn_all(tiny_model, 3)
-    await SYNC_METHODS.get("direct")(tmp_path).sync(actor, workers, 0)
+    sync = sync_by("direct", tmp_path, backend)
+    await sync.sync(actor, workers, 0)
     params = SamplingParams(temperature=1.0, max_tokens=4)
     many = [GenerateRequest(f"r{i}", (65 + i % 5, 70), params, seed=i) for i in range(20)]
     alone, spread = [
@@ -227,3 +233,4 @@ async def test_work_is_spread_and_comes_back_in_order(tiny_model: str, tmp_path:
     assert [c.request_id for c in spread] == [r.id for r in many]
     assert [c.token_ids for c in spread] == [c.token_ids for c in alone]
     await backend.close()
+    sync.close()

@@ -78,10 +78,14 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 IN_THE_DEFAULT_SUITE = ("training",)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    ["generating", *(p if p in IN_THE_DEFAULT_SUITE else pytest.param(p, marks=pytest.mark.slow) for p in PHASES)],
-)
+def marked(phase: str) -> Any:
+    marks = [] if phase in IN_THE_DEFAULT_SUITE else [pytest.mark.slow]
+    if PHASES[phase][0] is ActorWorker:
+        marks.append(pytest.mark.inline("the actor's own method sends the signal"))
+    return pytest.param(phase, marks=marks)
+
+
+@pytest.mark.parametrize("phase", ["generating", *map(marked, PHASES)])
 def test_a_stopped_run_keeps_its_steps_and_goes_on_exactly(
     phase: str, tiny_model: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +110,7 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_exactly(
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.inline("its reward function interrupts its own process")
 @pytest.mark.parametrize("where", ["program", "notebook"])
 def test_nobody_waits_for_a_slow_step(where: str, tiny_model: str, tmp_path: Path) -> None:
     """Its rewards take a minute and more; the step before it is kept meanwhile. In a notebook an event loop is running
@@ -133,6 +138,7 @@ def test_nobody_waits_for_a_slow_step(where: str, tiny_model: str, tmp_path: Pat
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [1]
 
 
+@pytest.mark.inline("its reward function interrupts its own process")
 def test_a_notebooks_second_interrupt_ends_the_call(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +167,7 @@ def test_a_notebooks_second_interrupt_ends_the_call(
     assert calls == 2
 
 
+@pytest.mark.inline("its reward function interrupts its own process")
 @pytest.mark.parametrize("number", slow_but([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_the_command_says_how_to_go_on_and_exits_with_the_signals_code(
     number: int, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from mrl.errors import SyncError
 from mrl.models import load_model
 from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence, WeightRef
 from mrl.weights.files import publish
+from tests.soak import slow_but
 
 LENGTH = 96
 
@@ -85,7 +86,13 @@ def same(left: list[Completion], right: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize("max_rows", [None, 3])
-@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, stop=("AB", "z"))])
+@pytest.mark.parametrize(
+    "sampling",
+    slow_but(
+        [SamplingParams(max_tokens=24, stop=("AB", "z"))],
+        [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, stop=("AB", "z"))],
+    ),
+)
 async def test_the_same_weights_again_change_nothing(
     tiny_model: str, tmp_path: Path, sampling: SamplingParams, max_rows: int | None
 ) -> None:

@@ -129,6 +129,7 @@ def assert_alike(found: list[Completion], expected: list[Completion]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recordings_of_a_model_of_its_own_outlive_calls_and_new_weights(
     dtype: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +167,7 @@ def test_recordings_of_a_model_of_its_own_outlive_calls_and_new_weights(
     assert len(traces.graphs) == recorded
 
 
+@pytest.mark.slow
 def test_recordings_of_a_shared_module_end_with_the_call(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traces = Traces()
     monkeypatch.setattr(CausalLM, "new_recorder", lambda self: traces)

@@ -104,6 +104,7 @@ def test_replayed_steps_give_the_completions_of_eager_ones(name):
         assert not [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
+@pytest.mark.slow
 def test_all_rows_at_once_are_dropped_as_they_end():
     model, traces = build("qwen2"), Traces()
     expected = generate(TransformersEngine(model, None, max_model_len=128), requests())
@@ -200,6 +201,7 @@ def test_recordings_under_autocast_need_no_casts_of_weights_and_end_with_the_cal
 # --- what a recorded step is ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_size_is_recorded_once_and_only_when_it_lasts():
     model, traces = build("llama"), Traces()
     asked = [GenerateRequest(str(n), words(10, 0), SamplingParams(max_tokens=100), n) for n in range(6)]

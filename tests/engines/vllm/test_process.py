@@ -16,6 +16,7 @@ from mrl.engines.vllm.process import wire
 from mrl.engines.vllm.process.ending import end_group, shared_memory
 
 
+@pytest.mark.slow
 def test_its_modules_need_only_torch() -> None:
     program = (
         "import sys\n"

@@ -99,6 +99,7 @@ def test_what_rounding_can_do_to_a_metric(name: str, recorded: float, replayed: 
     assert found is rounding
 
 
+@pytest.mark.slow
 @pytest.mark.inline("it changes what the actor says of its threads")
 def test_threads_are_recorded_replayed_with_and_named_when_a_run_goes_on_with_others(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -22,6 +22,7 @@ from mrl.store.run import read_rows
 from tests.small_runs import TASKS, distinct, record_of, run, same_weights, steps_of, tensors_of
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_from_the_shorter_one(tiny_model: str, four_steps: Path, tmp_path: Path) -> None:
     run(tiny_model, tmp_path / "whole", max_steps=6)
     result = run(tiny_model, four_steps, max_steps=6, resume="auto")
@@ -122,6 +123,7 @@ def test_a_changed_option_is_allowed_and_taken_or_refused(one_step: Path, monkey
             check(name, name)
 
 
+@pytest.mark.slow
 def test_an_allowed_learning_rate_is_the_one_that_is_used(tiny_model: str, tmp_path: Path) -> None:
     changed = {"learning_rate": 1e-4, "seed": 1, "shuffle": False, "batch_size": 1}
     run(tiny_model, tmp_path / "r", max_steps=2)

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Host:
         self.first_version = version
         self.lora: Any = None
         self.broken: str | None = None
+        self.held: str | None = None
+        """Checksum of the tensors last loaded; None before the first."""
         self.loading, self.paused, self.asleep = asyncio.Lock(), False, False
         self.prompt_tokens = self.cached_tokens = 0
         self.moves, self.load_seconds = 0, 0.0
@@ -204,13 +206,16 @@ class Host:
     async def _load(self, path: str, version: int, checksum: str | None) -> str | None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        before = self.broken
         try:
-            await self.llm.start_weight_update()
-            await self.llm.update_weights(WeightTransferUpdateRequest({"path": path, "checksum": checksum}))
-            await self.llm.finish_weight_update(str(version))
+            with self._broken_unless_done(f"the update to version {version} was begun and did not finish"):
+                await self.llm.start_weight_update()
+                await self.llm.update_weights(WeightTransferUpdateRequest({"path": path, "checksum": checksum}))
+                await self.llm.finish_weight_update(str(version))
         except Exception:
-            if not all(worker["whole"] for worker in await self.llm.collective_rpc("mrl_held")):
-                self.broken = f"the update to version {version} was begun and did not finish"
+            workers = await self.llm.collective_rpc("mrl_held")
+            if all(worker["whole"] and worker["checksum"] == self.held for worker in workers):
+                self.broken = before  # refused before anything was changed
             raise
         workers = await self.llm.collective_rpc("mrl_held")
         held = {worker["checksum"] for worker in workers}
@@ -218,8 +223,8 @@ class Host:
         if len(held) > 1:
             self.broken = f"its processes hold different weights after the update to version {version}: {held}"
             raise Refused(self.broken)
-        self.broken = None
-        return held.pop()
+        self.held = held.pop()
+        return self.held
 
     async def load_adapter(self, path: str, version: int, checksum: str | None) -> str:
         """Load a LoRA adapter from a folder in place of the previous one. Returns the checksum of its tensors."""
@@ -232,10 +237,9 @@ class Host:
             raise Refused(f"{path} has checksum {found}, expected {checksum}")
         async with self._updating():
             request = LoRARequest("policy", ADAPTER, path, load_inplace=True)
-            self.broken = f"the adapter of version {version} could not be loaded"
-            if not await self.llm.add_lora(request):
-                raise Refused(f"vLLM did not load the adapter in {path}")
-            self.broken = None
+            with self._broken_unless_done(f"the adapter of version {version} could not be loaded"):
+                if not await self.llm.add_lora(request):
+                    raise Refused(f"vLLM did not load the adapter in {path}")
             # Requests use this one without load_inplace: with it vLLM would reload the files at every request.
             self.lora = LoRARequest("policy", ADAPTER, path)
             await self.llm.update_weight_version(str(version))
@@ -260,6 +264,17 @@ class Host:
                 yield
             finally:
                 await self._resume()
+
+    @contextlib.contextmanager
+    def _broken_unless_done(self, why: str) -> Iterator[None]:
+        """The weights are changed inside. An error, or being cancelled on the way, leaves them broken; requests that
+        come meanwhile wait."""
+        try:
+            yield
+        except BaseException:
+            self.broken = why
+            raise
+        self.broken = None
 
     def _refuse_asleep(self) -> None:
         if self.asleep:

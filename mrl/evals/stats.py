@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
-PASS = 1.0
-"""A rollout passes when its reward reaches this: rewards are meant to lie in [0, 1]."""
+from mrl.experience.groups import PASS
+
 Attempts = Sequence[float | None]
 """The rewards of one task's attempts; None = could not be scored."""
 _FEW = 3

@@ -1,10 +1,10 @@
-"""What a commit runs of the long tests."""
+"""Which tests a commit runs where it does not run all."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.soak import sample, takes_long
+from tests.sampling import sample, takes_long
 
 IDS = [f"tests/{file}.py::test[{case}]" for file, cases in (("a", 40), ("b", 3), ("c", 1)) for case in range(cases)]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.experience.stats import Interval, mean_interval, mean_reward, pass_at_k, pass_rate
+from mrl.evals.stats import Interval, mean_interval, mean_reward, pass_at_k, pass_rate
 
 
 @settings(max_examples=200, deadline=None)
