@@ -143,7 +143,7 @@ class _Batch:
         """The step at which the first waiting request came, or others were admitted before it."""
         self.steps_per_check = STEPS_PER_CHECK.get(self.device.type, 4)
 
-        self.step = _step_of(lm, limits.max_model_len)
+        self.step = _step_of(lm, limits)
         self.logits_BV: Tensor
         self.token_B: Tensor
         self.unseen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -424,11 +424,11 @@ class _Batch:
             self.step.measure(lengths)
 
 
-def _step_of(lm: CausalLM, max_model_len: int) -> DecodeStep:
+def _step_of(lm: CausalLM, limits: Limits) -> DecodeStep:
     """A new step, or the previous batch's with its recordings."""
     if not lm.static:
-        return EagerStep(lm, max_model_len)
-    step: StaticStep = lm.kept_step or StaticStep(lm, max_model_len)
+        return EagerStep(lm, limits.max_model_len)
+    step: StaticStep = lm.kept_step or StaticStep(lm, limits.max_model_len, limits.max_batch_tokens)
     lm.kept_step = step if lm.exclusive else None
     return step
 
