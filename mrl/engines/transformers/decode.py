@@ -278,7 +278,7 @@ class _Batch:
                 self.held = before
             yield before
         for part in self.prefiller.run(prompts, known) if prompts else ():
-            if next_up in part.prompts:
+            if next_up is not None and next_up in part.prompts:
                 self.held = part.only(part.prompts.index(next_up))
             yield part
 
