@@ -11,6 +11,7 @@ by one through the rollout pool to one worker with engine `transformers`, which 
   turns of one conversation alone on the engine, with the sleeps of the one that sleeps longest. The work: the tokens of
   all conversations at the rate at which the engine decodes with a row for each, at a length halfway, and the prompts'
   new tokens at the rate of one prefill of as many rows. `decoding alone` leaves the prefill out of the work.
+- *processor time* of the round over that of the work: nearly the same question, and less disturbed by other programs.
 - *stall*: the longest that the event loop was kept from a timer of 1 ms.
 - *prefill*: tokens that were computed before a completion, over those that have to be: the first prompt of each task
   and what environments said, once each. (A turn's last token, sampled and not computed, is not among those.)
@@ -67,6 +68,9 @@ class Round:
     critical: float
     decoding: float
     prefill: float
+    processor: float
+    work_processor: float
+    """Processor time that decoding and prefill take."""
 
     @property
     def ideal(self) -> float:
@@ -107,16 +111,17 @@ def report(rounds: list[Round], rollouts: int, turns: int) -> None:
 
     unique = -(-rollouts // GROUP) * PROMPT + rollouts * (turns - 1) * ANSWER
     print("| wall, s | critical path, s | decoding, s | prefill, s | wall / ideal | wall / decoding alone |", end="")
-    print(" longest stall, ms | prefill computed / unique |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print(" processor time / work's | longest stall, ms | prefill computed / unique |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     times = " | ".join(
         f"{middle([getattr(one, name) for one in rounds]):.2f}" for name in ("wall", "critical", "decoding", "prefill")
     )
     against = middle([one.wall / one.ideal for one in rounds])
     alone = middle([one.wall / max(one.critical, one.decoding) for one in rounds])
     computed = middle([one.computed / unique for one in rounds])
+    processor = middle([one.processor / one.work_processor for one in rounds])
     stall = max(one.stall for one in rounds)
-    print(f"| {times} | {against:.2f} | {alone:.2f} | {1000 * stall:.0f} | {computed:.2f} |")
+    print(f"| {times} | {against:.2f} | {alone:.2f} | {processor:.2f} | {1000 * stall:.0f} | {computed:.2f} |")
 
 
 async def one_round(engine: TransformersEngine, rollouts: int, turns: int, sleep: float, seed: int) -> Round:
@@ -127,10 +132,10 @@ async def one_round(engine: TransformersEngine, rollouts: int, turns: int, sleep
     await policy.ask_capacity()
     scripts = [Script.drawn(seed, number, turns, sleep) for number in range(rollouts)]
     gc.collect()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     async with watched_loop() as late:
         await asyncio.gather(*(converse(policy, script) for script in scripts))
-    wall = time.perf_counter() - start
+    wall, processor = time.perf_counter() - start, time.process_time() - used
     computed = policy.prefilled_tokens
 
     start = time.perf_counter()
@@ -139,10 +144,13 @@ async def one_round(engine: TransformersEngine, rollouts: int, turns: int, sleep
     tokens = sum(sum(script.said) for script in scripts)
     mean = sum(SAID) // 2
     length = PROMPT + (turns - 1) * (mean + ANSWER) // 2
-    short, long = [await time_of(engine, rollouts, length, tokens) for tokens in (1, mean)]
-    decoding = (long - short) / (mean - 1) / rollouts * tokens
-    prefill = await time_of(engine, rollouts, ANSWER, 1) * (turns - 1)
-    return Round(wall, max(late), computed, critical, decoding, prefill)
+    short, long = [await time_of(engine, rollouts, length, count) for count in (1, mean)]
+    new = await time_of(engine, rollouts, ANSWER, 1)
+    share = tokens / (mean - 1) / rollouts
+    decoding, decoding_processor = ((b - a) * share for a, b in zip(short, long, strict=True))
+    prefill, prefill_processor = (seconds * (turns - 1) for seconds in new)
+    work_processor = decoding_processor + prefill_processor
+    return Round(wall, max(late), computed, critical, decoding, prefill, processor, work_processor)
 
 
 @dataclass
@@ -185,15 +193,15 @@ async def converse(policy: RolloutPool, script: Script) -> list[int]:
     return ids
 
 
-async def time_of(engine: TransformersEngine, rows: int, length: int, tokens: int) -> float:
-    """Seconds for one request per row, each with a prompt of its own."""
+async def time_of(engine: TransformersEngine, rows: int, length: int, tokens: int) -> tuple[float, float]:
+    """Seconds, and seconds of processor time, for one request per row, each with a prompt of its own."""
     requests = [
         GenerateRequest(str(row), tuple(words(length, random.Random(row))), SamplingParams(max_tokens=tokens), row)
         for row in range(rows)
     ]
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     await engine.generate(requests)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - used
 
 
 def words(count: int, draw: random.Random) -> list[int]:

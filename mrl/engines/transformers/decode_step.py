@@ -63,7 +63,8 @@ class EagerStep:
         length = max(map(len, part.prompts))
         if isinstance(part.cache, GrowingCache):
             assert isinstance(self.cache, GrowingCache)
-            self.cache.put(slots_N, rows, part.cache, index_N, length, room)
+            each_once = len(slots_N) == len(part.prompts)
+            self.cache.put(slots_N, rows, part.cache, None if each_once else index_N, length, room)
         else:
             self.cache, self.columns = part.cache, length
             select_rows(self.cache, index_N)

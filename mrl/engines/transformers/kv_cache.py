@@ -179,22 +179,29 @@ class GrowingLayer(DynamicLayer):
         self._buffers = [buffer.index_select(0, beam_idx) for buffer in self._buffers]
         self.rows = len(beam_idx)
 
-    def put(self, slots_N: Tensor, rows: int, source: GrowingLayer, index_N: Tensor, length: int, room: int) -> None:
+    def put(
+        self, slots_N: Tensor, rows: int, source: GrowingLayer, index_N: Tensor | None, length: int, room: int
+    ) -> None:
         """Overwrite the rows at `slots_N` by rows `index_N` of `source`, of at most `length` columns, right-aligned.
+        index_N: None = all, in their order.
 
         rows: number of rows afterwards. room: free columns to add if the buffers are reallocated.
         """
         columns = max(self.get_seq_length(), length)
         capacity = self._buffers[0].shape[0] if self._buffers else 0
         if rows > capacity or self.end < length:
-            if rows > capacity:  # by half, as requests that join come one by one
+            if self._buffers:  # by half, as requests that join come one by one
+                room = max(room, columns // 2)
+            if rows > capacity:
                 capacity = max(rows, capacity * 3 // 2)
             shapes = [(capacity, b.shape[1], columns + room, b.shape[3]) for b in source._buffers]
             self._move([b.new_zeros(shape) for b, shape in zip(source._buffers, shapes, strict=True)], columns)
             self.is_initialized = True
         self.rows, self.start = rows, self.end - columns
         for buffer, given in zip(self._buffers, source._buffers, strict=True):
-            taken = given[:, :, source.end - length : source.end].index_select(0, index_N)
+            taken = given[: source.rows, :, source.end - length : source.end]
+            if index_N is not None:
+                taken = taken.index_select(0, index_N)
             buffer[slots_N, :, self.end - length : self.end] = taken
 
     def row(self, slot: int, columns: int, length: int) -> list[Tensor]:
@@ -245,7 +252,9 @@ class GrowingCache(DynamicCache):
         """An empty cache of the same kind."""
         return GrowingCache(*self._made_from)
 
-    def put(self, slots_N: Tensor, rows: int, source: GrowingCache, index_N: Tensor, length: int, room: int) -> None:
+    def put(
+        self, slots_N: Tensor, rows: int, source: GrowingCache, index_N: Tensor | None, length: int, room: int
+    ) -> None:
         """See `GrowingLayer.put`."""
         for mine, theirs in zip(self.growing_layers, source.growing_layers, strict=True):
             mine.put(slots_N, rows, theirs, index_N, length, room)
