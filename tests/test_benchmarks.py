@@ -37,7 +37,7 @@ def test_all_are_listed_here() -> None:
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*QUICK, *VLLM}
 
 
-LONG = ("decode", "sandbox", "vs_trl")
+LONG = ("decode", "overhead", "replay_rounding", "sandbox", "vs_trl")
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ def test_without_a_checkpoint_it_goes_on_from_the_start(tiny_model: str, tmp_pat
     "changes",
     [
         pytest.param({"async_mode": "pipeline", "save_steps": 2}, marks=pytest.mark.slow),
-        pytest.param({"sync_weights_every": 2, "save_steps": 1}, marks=pytest.mark.slow),
-        pytest.param({"use_lora": True, "num_iterations": 2, "save_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"sync_weights_every": 2, "save_steps": 1}, marks=pytest.mark.soak),
+        pytest.param({"use_lora": True, "num_iterations": 2, "save_steps": 2}, marks=pytest.mark.soak),
     ],
     ids=lambda changes: "-".join(changes),
 )

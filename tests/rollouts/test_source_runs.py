@@ -13,7 +13,7 @@ from mrl.store.run import read_rows
 from tests import small_runs
 from tests.rollouts.sources import TURNS
 from tests.small_runs import distinct
-from tests.soak import slow_but
+from tests.soak import but
 
 GAME: dict[str, Any] = {
     "rollout_source": "echo_game",
@@ -67,7 +67,7 @@ def test_a_rollout_that_arrives_scored_stays_so(tiny_model: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", slow_but([{"async_mode": "pipeline"}], [{}, {"async_mode": "pipeline"}]))
+@pytest.mark.parametrize("mode", but([{"async_mode": "pipeline"}], [{}, {"async_mode": "pipeline"}]))
 def test_a_resumed_run_of_three_turns_attempts_the_same(mode: dict[str, Any], tiny_model: str, tmp_path: Path) -> None:
     """Later turns join what is decoded as they come, so the last bits are left to time; everything else is not."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
