@@ -195,7 +195,7 @@ async def test_tokens_carry_the_version_they_are_from(extended: str, vllm_model:
     assert any(isinstance(version, list) for version in versions), "no completion had begun before the update"
     other = RemoteVLLMEngine.create(config(vllm_model), url=extended)
     await asyncio.to_thread(other.load_weights, publish(model.state_dict(), tmp_path / "other-run", 8))
-    with pytest.raises(EngineError, match="weights that this run did not send"):
+    with pytest.raises(SyncError, match="weights that this run did not send"):
         await engine.generate(requests(1, SamplingParams(max_tokens=2)))
 
 

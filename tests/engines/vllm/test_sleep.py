@@ -103,7 +103,7 @@ def host(llm: FakeLLM) -> Any:
     made.llm, made.lora, made.broken, made.loading = llm, None, None, asyncio.Lock()
     made.paused = made.asleep = False
     made.prompt_tokens = made.cached_tokens = 0
-    made.load_seconds = 0.0
+    made.load_seconds, made.held = 0.0, None
     return made
 
 
