@@ -95,6 +95,9 @@ class Completion:
     """Of the weights that sampled it; one per token if they changed midway."""
     error: str | None = None
     """If the reason is "error": what is wrong with the request or its logits. There are no tokens then."""
+    prefilled: int | None = field(default=None, compare=False)
+    """Tokens that were computed before its first one: of its prompt, what no other request shared and no earlier turn
+    of its session left; again where new weights came midway. None = the engine does not say."""
 
     @classmethod
     def failed(cls, request: GenerateRequest, error: str, version: int) -> Completion:

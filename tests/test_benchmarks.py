@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 QUICK: dict[str, tuple[str, str]] = {
     "decode": ("--only 1M --case equal --repeats 1", "equal prompts"),
     "logprob_memory": ("--tokens 64 --words 500 --hidden 16 --repeats 1", "TRL"),
+    "multi_turn": ("--rollouts 16 --turns 3 --sleep 0.02 --rounds 1", "prefill computed / unique"),
     "overhead": ("--quick --steps 3", "%"),
     "replay_rounding": ("--quick --dtypes float32", "one logprob"),
     "run_store": ("--rows 400 --per-step 8 --tokens 20 --steps 2 --step-seconds 0.1", "ms"),

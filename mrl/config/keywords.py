@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     device: str
     max_model_len: int
     max_decode_rows: int | None
+    prefix_cache_gb: float | None
     decode_step: Literal["auto", "eager", "static"]
     use_lora: bool
     lora_r: int

@@ -28,6 +28,10 @@ class ModelConfig(Section):
     max_decode_rows: int | None = Field(None, ge=1)
     """Completions that a rollout worker decodes at once; the others wait until one ends. None = as many as the
     machine's memory is good for. It changes no completion, only memory and speed."""
+    prefix_cache_gb: float | None = Field(None, ge=0)
+    """Memory in which a worker of engine `transformers` keeps the keys and values of conversations between their turns;
+    what a turn begins with is then not computed again. 0 = none are kept; None = an eighth of the machine's memory, or
+    of what is free on its GPU. It changes no completion, only memory and speed."""
     decode_step: Literal["auto", "eager", "static"] = "auto"
     """How engine `transformers` takes a decoding step: `eager`, on a cache that grows, or `static`, on one of fixed
     size, on CUDA by replaying CUDA graphs; `auto` = static on CUDA for models that can, else eager. It changes no

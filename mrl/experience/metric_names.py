@@ -22,6 +22,7 @@ def metric_names(config: OrchestratorConfig, rewards: Sequence[Reward], *, evalu
     """
     algorithm, overlap = config.algorithm, config.overlap
     names = rollout_names(rewards) | {"rollout/epoch", "rollout/tokens", "rollout/tokens_per_second"}
+    names |= {"rollout/prefill_tokens", "rollout/prefill_saved_fraction"}
     names |= _trained_names(config)
     names |= {"sync/policy_version", "sync/bytes", "sync/replaced_workers"}
     names |= {f"time/{part}" for part in ("wait", "generate", "reward", "reference", "train", "sync", "step")}

@@ -179,6 +179,7 @@ class Orchestrator(RecordedRun):
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """The epoch, what reward functions logged, and, where generation runs ahead, staleness and counts of groups."""
         metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_metrics(taken.logged)}
+        metrics |= self.policy.prefill_metrics()
         if self.config.algorithm.zero_variance_groups == "resample":
             metrics["rollout/resamples"] = float(taken.resamples)
         if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:

@@ -179,6 +179,7 @@ SAMPLING: Meanings = {
     **becomes("max_tokens", ONLINE, generation_kwargs=_generation_kwargs),
     **nothing("stop", "TRL cannot end a completion at a string"),
     **nothing("max_decode_rows", "TRL decodes a whole batch at once"),
+    **nothing("prefix_cache_gb", "TRL keeps nothing between two calls of generate"),
     **nothing("decode_step", "TRL decodes with model.generate"),
 }
 

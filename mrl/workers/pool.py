@@ -55,6 +55,8 @@ class RolloutPool:
         self.capacity: dict[str, int | None] = {}
         self.load = [0] * len(workers)
         """Requests each place works on."""
+        self.prompt_tokens = self.prefilled_tokens = 0
+        """Of completions that say how much was prefilled for them: all tokens of their prompts, and those."""
         self.down: set[int] = set()
         """Places whose worker is being replaced."""
         self.waiting: deque[asyncio.Future[None]] = deque()
@@ -79,6 +81,7 @@ class RolloutPool:
             try:
                 call_batch = await self._join_batch(place) if self.capacity.get(worker.name, 1) is None else None
                 completions: list[Completion] = await worker.call("generate", [request], call_batch)
+                self._count(request, completions[0])
                 return completions[0]
             except (EngineDied, WorkerDied) as error:
                 await self._replace_dead(place, worker, error)
@@ -107,6 +110,20 @@ class RolloutPool:
                 await self._replace(place, reason)
             self.last_sync = method, actor
         return report
+
+    def prefill_metrics(self) -> dict[str, float]:
+        """What was prefilled since this was last asked; empty where no engine said."""
+        if not self.prompt_tokens:
+            return {}
+        saved = 1 - self.prefilled_tokens / self.prompt_tokens
+        metrics = {"rollout/prefill_tokens": float(self.prefilled_tokens), "rollout/prefill_saved_fraction": saved}
+        self.prompt_tokens = self.prefilled_tokens = 0
+        return metrics
+
+    def _count(self, request: GenerateRequest, completion: Completion) -> None:
+        if completion.prefilled is not None:
+            self.prompt_tokens += len(request.prompt_ids)
+            self.prefilled_tokens += completion.prefilled
 
     # --- who gets a request -----------------------------------------------------------------------------------------
 

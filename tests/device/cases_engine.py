@@ -108,6 +108,24 @@ def test_it_refuses_what_cuda_would() -> None:
     assert torch.equal(host, torch.zeros(3, VOCAB))
 
 
+@pytest.mark.parametrize("step", ["eager", "static"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+def test_conversations_go_on_as_on_the_cpu(architecture: str, step: Any) -> None:
+    """From the keys and values of the turn before, some of which are known from another session."""
+    engines = [engine_on("cpu", architecture), engine_on("sim", architecture, decode_step=step, max_rows=3)]
+    spoken = [prompts_of([n])[0] for n in (21, 34, 18, 21)]
+    for turn in range(3):
+        asked = [GenerateRequest(str(n), ids, CUT, 10 * n + turn, session=str(n)) for n, ids in enumerate(spoken)]
+        expected, got = [generate(engine, asked) for engine in engines]
+        assert_same(got, expected)
+        if turn:
+            assert [c.prefilled for c in got] == [1 + 3 + n for n in range(len(spoken))]
+        spoken = [
+            (*ids, *completion.token_ids, *range(3 + n))
+            for n, (ids, completion) in enumerate(zip(spoken, got, strict=True))
+        ]
+
+
 def test_engines_on_one_device_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes half of what is left, and gives it back when it is gone."""
     monkeypatch.setattr(memory, "_claims", WeakKeyDictionary())
@@ -116,6 +134,13 @@ def test_engines_on_one_device_share_what_is_free(monkeypatch: pytest.MonkeyPatc
     budgets = [engine._limits.max_batch_tokens * engine._model.cache_bytes_per_token for engine in engines]
     assert 1_600_000 <= budgets[0] <= 2_000_000
     assert budgets[1] <= (4_000_000 - budgets[0]) / 2
+    assert all(engine._prefixes.max_bytes <= budget / 4 for engine, budget in zip(engines, budgets, strict=True))
+    before = memory.unclaimed(engines[1]._model.device)
+    request = GenerateRequest("a", (1, 2), SamplingParams(max_tokens=2), 0, session="s")
+    assert generate(engines[1], [request])[0].error is None
+    assert memory.unclaimed(engines[1]._model.device) == before - engines[1]._prefixes.max_bytes, (
+        "once there are sessions"
+    )
     one = engines[0]._limits.max_batch_tokens
     engines.clear()
     gc.collect()

@@ -86,6 +86,7 @@ OTHER: dict[str, Any] = {
     "importance_sampling_floor": (0.5, {}),
     "max_logprob_gap": (0.5, {}),
     "max_decode_rows": (8, {}),
+    "prefix_cache_gb": (1.0, {}),
     "decode_step": ("static", {}),
     "max_tokens_per_micro_batch": (512, {}),
     "packing": (False, {}),

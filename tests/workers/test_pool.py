@@ -23,6 +23,7 @@ class Sampler:
     ) -> None:
         self.limit, self.version, self.dies_after, self.fault = capacity, version, dies_after, fault
         self.served: list[str] = []
+        self.prefilled: int | None = None
         self.at_once = self.most_at_once = 0
 
     def capacity(self) -> int | None:
@@ -36,7 +37,7 @@ class Sampler:
         if self.dies_after is not None and len(self.served) >= self.dies_after:
             raise EngineDied("gone")
         self.served += [r.id for r in requests]
-        return [Completion(r.id, [1], [0.0], "stop", self.version) for r in requests]
+        return [Completion(r.id, [1], [0.0], "stop", self.version, prefilled=self.prefilled) for r in requests]
 
     def initialize_for_weight_sync(self) -> dict[str, object]:
         return {"accepts": ["weights"], "dtype": None, "machine": "here"}
@@ -180,6 +181,20 @@ async def test_a_session_stays_with_the_worker_that_has_its_prefix() -> None:
     assert not set(workers[0].served) & set(workers[1].served)
     assert workers[0].served
     assert workers[1].served
+
+
+async def test_what_was_prefilled_is_counted_since_the_last_look() -> None:
+    says, silent = Sampler(4), Sampler(4)
+    says.prefilled = 3
+    asked = [GenerateRequest(str(i), (1, 2, 3, 4), SamplingParams(max_tokens=1), seed=i) for i in range(5)]
+    client = await pool(says)
+    await generate(client, asked)
+    expected = {"rollout/prefill_tokens": 15.0, "rollout/prefill_saved_fraction": 0.25}
+    assert client.prefill_metrics() == expected
+    assert client.prefill_metrics() == {}
+    client = await pool(silent)
+    await generate(client, asked)
+    assert client.prefill_metrics() == {}
 
 
 async def test_a_request_that_an_engine_cannot_serve_takes_no_other_with_it() -> None:

@@ -17,6 +17,9 @@ The life of a request, and the methods that move it on:
 The host checks every few steps (`STEPS_PER_CHECK`) what was sampled, in one transfer. Rows that finished between two
 checks have kept running, and the tokens after their end are discarded. Nothing synchronises between two checks.
 
+The keys and values of a finished request that belongs to a session are kept for the session's next request, which then
+prefills only what follows (mrl.engines.transformers.prefix_cache).
+
 Models that need their own kind of cache (see `CausalLM`) cannot have single rows replaced: the next requests start when
 all rows have finished.
 
@@ -38,8 +41,10 @@ from torch import Tensor
 from mrl.engines.requests import versions_per_token
 from mrl.engines.transformers.decode_queue import Limits, PartialCompletion, RequestState, first_that_fit, longest_first
 from mrl.engines.transformers.decode_step import DecodeStep, EagerStep
+from mrl.engines.transformers.kv_cache import RowStates
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled, Prefiller, TokenIds
+from mrl.engines.transformers.prefix_cache import PrefixCache
 from mrl.engines.transformers.sampling import RowParams, sample
 from mrl.engines.transformers.static_step import StaticStep
 from mrl.engines.transformers.stop_strings import StopStrings
@@ -55,6 +60,9 @@ COMPACT_SHARE = 0.25
 REFILL_SHARE = 0.125
 """Waiting requests are admitted when they number this share of the running rows: a prefill has a cost."""
 
+PATIENCE = 4
+"""Decode steps for which requests that are fewer wait for others to join them, where there is room for all."""
+
 STEPS_PER_CHECK = {"cpu": 1, "cuda": 4, "mps": 4}
 """Decode steps between two checks for finished rows, by device: on an accelerator a check synchronises."""
 
@@ -68,13 +76,16 @@ FIRST_ROOM = 256
 """Tokens a new cache has room for beyond the prompt; it grows by half when full."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Row:
     """A request in the batch. first_step: the loop's step that sampled its first token; negative for one that was
     interrupted before."""
 
     state: RequestState
     first_step: int
+    prefilled: int = 0
+    """Tokens that were computed for it, before it was interrupted and since. Of a prompt that several share, those
+    count for one of them."""
 
     @property
     def offset(self) -> int:
@@ -91,12 +102,13 @@ def decode(
     eos_ids: frozenset[int],
     stop_strings: StopStrings,
     version: int,
+    prefixes: PrefixCache,
 ) -> list[RequestState]:
     """Decode these requests, and those that join later; each completion goes to its call as soon as it is finished.
 
     Returns the unfinished requests when `calls` interrupts.
     """
-    return _Batch(lm, states, calls, limits, eos_ids, stop_strings, version).run()
+    return _Batch(lm, states, calls, limits, eos_ids, stop_strings, version, prefixes).run()
 
 
 class _Batch:
@@ -111,23 +123,27 @@ class _Batch:
         eos_ids: frozenset[int],
         stop_strings: StopStrings,
         version: int,
+        prefixes: PrefixCache,
     ) -> None:
+        self.prefixes = prefixes
         self.lm, self.limits, self.device, self.version = lm, limits, lm.device, version
         self.calls, self.eos_ids, self.stop_strings = calls, eos_ids, stop_strings
         self.queue: deque[RequestState] = deque()
         self.prefiller: Prefiller
         self.held: Prefilled | None = None
-        """The last prefilled prompt, if waiting requests share it."""
+        """A prefilled prompt that waiting requests share."""
         self.rows: list[_Row | None] = []
         """None = a finished row, whose completion was delivered."""
         self.running = 0
         """Rows that are not None."""
         self.clock = 0
         self.freed = True
-        """Whether rows finished since requests were last admitted."""
+        """Whether rows finished, or requests came, since requests were last admitted."""
+        self.waiting_since = 0
+        """The step at which the first waiting request came, or others were admitted before it."""
         self.steps_per_check = STEPS_PER_CHECK.get(self.device.type, 4)
 
-        self.step = _step_of(lm, limits.max_model_len)
+        self.step = _step_of(lm, limits)
         self.logits_BV: Tensor
         self.token_B: Tensor
         self.unseen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -165,9 +181,8 @@ class _Batch:
                 continue
             done = self.clock - row.first_step
             ids, logprobs = self.ids_BT[slot, :done].tolist(), self.logprobs_BT[slot, :done].tolist()
-            partial = (
-                PartialCompletion(ids, logprobs, row.state.partial.spans(self.version)) if done else PartialCompletion()
-            )
+            spans = row.state.partial.spans(self.version) if done else []
+            partial = PartialCompletion(ids, logprobs, spans, row.prefilled)
             rest.append(row.state.continued(partial))
         return [*rest, *self.queue]
 
@@ -177,6 +192,8 @@ class _Batch:
         """Add requests to the queue."""
         if not states:
             return
+        if not self.queue:
+            self.waiting_since = self.clock
         self.queue.extend(longest_first(states))
         self.prefiller = Prefiller(
             self.lm, list(dict.fromkeys(state.tokens for state in self.queue)), self.limits.prefill_tokens
@@ -199,12 +216,16 @@ class _Batch:
         """Start as many waiting requests as there is room for, if they are enough to be worth a prefill."""
         if self.running and not self.lm.replaces_rows:
             return
-        self.freed = False
         states = self.next_requests()
-        if len(states) < min(REFILL_SHARE * self.running, len(self.queue)) or not states:
+        few, all_fit = len(states) < REFILL_SHARE * self.running, len(states) == len(self.queue)
+        if few and all_fit and self.clock - self.waiting_since < PATIENCE:
+            return
+        self.freed = False
+        if not states or (few and not all_fit):
             return
         for _ in states:
             self.queue.popleft()
+        self.waiting_since = self.clock
         if not self.running:
             self.rows = []
             self.step.clear()  # before the prefill, which needs memory too
@@ -217,12 +238,16 @@ class _Batch:
 
         slots_of: dict[TokenIds, list[int]] = {}
         for slot, state in zip(slots, states, strict=True):
-            self.rows[slot] = _Row(state, self.clock - len(state.partial.ids))
+            self.rows[slot] = _Row(state, self.clock - len(state.partial.ids), state.partial.prefilled)
             slots_of.setdefault(state.tokens, []).append(slot)
             for buffer, partial in ((self.ids_BT, state.partial.ids), (self.logprobs_BT, state.partial.logprobs)):
                 buffer[slot, : len(partial)] = torch.tensor(partial, dtype=buffer.dtype)
-        for part in self.prefill(list(slots_of)):
+        for part in self.prefill(list(slots_of), self.known_beginnings(states)):
             self.place(part, [slots_of[prompt] for prompt in part.prompts], total, fresh=fresh)
+            for prompt, computed in zip(part.prompts, part.computed_P, strict=True):
+                row = self.rows[slots_of[prompt][0]]
+                assert row is not None
+                row.prefilled += computed
             fresh = False
         self.refresh()
 
@@ -231,20 +256,31 @@ class _Batch:
         running = [row.state for row in self.rows if row is not None]
         return first_that_fit(self.queue, running, self.limits, one_prefill=not self.lm.replaces_rows)
 
-    def prefill(self, prompts: list[TokenIds]) -> Iterator[Prefilled]:
-        """Prefill the prompts in parts, one in memory at a time; keeps the last prompt if more requests wait for it."""
-        part, rest = self.held, prompts
-        if part is not None and part.prompts != prompts[:1]:  # the requests that waited for it were cancelled
-            part = None
-        if part is not None:
+    def known_beginnings(self, states: list[RequestState]) -> dict[TokenIds, RowStates]:
+        """Kept states of what the requests of sessions begin with."""
+        if not self.lm.replaces_rows:
+            return {}
+        found: dict[TokenIds, RowStates] = {}
+        for state in states:
+            if state.request.session is not None and state.tokens not in found:
+                known = self.prefixes.find(state.request.session, state.tokens)
+                if known is not None:
+                    found[state.tokens] = known
+        return found
+
+    def prefill(self, prompts: list[TokenIds], known: dict[TokenIds, RowStates]) -> Iterator[Prefilled]:
+        """Prefill the prompts in parts, one in memory at a time; keeps the prompt that the next request waits for."""
+        before, self.held = self.held, None
+        next_up = self.queue[0].tokens if self.queue and self.lm.replaces_rows else None
+        if before is not None and before.prompts == prompts[:1]:  # else those that waited for it were cancelled
+            prompts = prompts[1:]
+            if next_up == before.prompts[0]:
+                self.held = before
+            yield before
+        for part in self.prefiller.run(prompts, known) if prompts else ():
+            if next_up is not None and next_up in part.prompts:
+                self.held = part.only(part.prompts.index(next_up))
             yield part
-            rest = prompts[1:]
-        if rest:
-            for part in self.prefiller.run(rest):
-                yield part
-        assert part is not None
-        waits = self.queue and self.queue[0].tokens == part.prompts[-1] and self.lm.replaces_rows
-        self.held = part.only(len(part.prompts) - 1) if waits else None
 
     def place(self, part: Prefilled, slots_P: list[list[int]], total: int, *, fresh: bool) -> None:
         """Copy each of the part's prompts to its slots. fresh: the first of a batch, which allocates its tensors."""
@@ -337,9 +373,19 @@ class _Batch:
         ids, logprobs = self.ids_BT[slot, :length].tolist(), self.logprobs_BT[slot, :length].tolist()
         reason: FinishReason = "stop" if stopped else "length"
         versions = versions_per_token(row.state.partial.spans(self.version), length, self.version)
-        completion = Completion(request.id, ids, logprobs, reason, versions)
+        completion = Completion(request.id, ids, logprobs, reason, versions, prefilled=row.prefilled)
+        if request.session is not None and usable:
+            self.keep(slot, row, (*request.prompt_ids, *ids[:-1]))
         self.calls.ended(row.state, completion if usable else Completion.failed(request, NOT_FINITE, self.version))
         self.rows[slot] = None
+
+    def keep(self, slot: int, row: _Row, tokens: TokenIds) -> None:
+        """Keep the states of a finished row for its session. Not the last token's: it is sampled, but not computed, or
+        in a cache of fixed size it may be written over already."""
+        assert row.state.request.session is not None
+        states = self.step.row(slot, row.offset + self.clock, len(tokens))
+        if states is not None:
+            self.prefixes.keep(row.state.request.session, tokens, states)
 
     def drop_finished(self) -> None:
         """Drop finished rows from the batch if they are many and no waiting request will replace them."""
@@ -378,11 +424,11 @@ class _Batch:
             self.step.measure(lengths)
 
 
-def _step_of(lm: CausalLM, max_model_len: int) -> DecodeStep:
+def _step_of(lm: CausalLM, limits: Limits) -> DecodeStep:
     """A new step, or the previous batch's with its recordings."""
     if not lm.static:
-        return EagerStep(lm, max_model_len)
-    step: StaticStep = lm.kept_step or StaticStep(lm, max_model_len)
+        return EagerStep(lm, limits.max_model_len)
+    step: StaticStep = lm.kept_step or StaticStep(lm, limits.max_model_len, limits.max_batch_tokens)
     lm.kept_step = step if lm.exclusive else None
     return step
 

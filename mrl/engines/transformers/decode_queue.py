@@ -56,6 +56,8 @@ class PartialCompletion:
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     """[version, first token] spans."""
+    prefilled: int = 0
+    """Tokens that were computed before the first one, and at each interruption."""
 
     def spans(self, version: int) -> list[list[int]]:
         """The spans if decoding continues under `version`."""

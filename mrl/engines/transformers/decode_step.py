@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from mrl.engines.transformers.kv_cache import GrowingCache, select_rows
+from mrl.engines.transformers.kv_cache import GrowingCache, RowStates, select_rows
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled
 
@@ -37,6 +37,10 @@ class DecodeStep(Protocol):
     def forward(self, token_B: Tensor, length_B: Tensor) -> Tensor:
         """Logits [B, V] after one more token per row. length_B: each row's tokens including it; finished rows: any."""
 
+    def row(self, slot: int, columns: int, length: int) -> RowStates | None:
+        """A copy of the states of the first `length` tokens of a row that has `columns` in the cache; None where the
+        cache cannot be taken apart."""
+
     def keep(self, kept_N: Tensor) -> None:
         """Keep the rows at `kept_N`, in that order."""
 
@@ -59,7 +63,8 @@ class EagerStep:
         length = max(map(len, part.prompts))
         if isinstance(part.cache, GrowingCache):
             assert isinstance(self.cache, GrowingCache)
-            self.cache.put(slots_N, rows, part.cache, index_N, length, room)
+            each_once = len(slots_N) == len(part.prompts)
+            self.cache.put(slots_N, rows, part.cache, None if each_once else index_N, length, room)
         else:
             self.cache, self.columns = part.cache, length
             select_rows(self.cache, index_N)
@@ -79,6 +84,9 @@ class EagerStep:
         # Finished rows keep running until replaced or dropped; their positions must stay valid for the model.
         position_B1 = (length_B - 1).clamp(max=self.max_model_len - 1)[:, None]
         return self.lm.forward(token_B[:, None], position_B1, seen_BL, self.cache, keep=1)[:, 0]
+
+    def row(self, slot: int, columns: int, length: int) -> RowStates | None:
+        return self.cache.row(slot, columns, length) if isinstance(self.cache, GrowingCache) else None
 
     def keep(self, kept_N: Tensor) -> None:
         select_rows(self.cache, kept_N)

@@ -18,6 +18,7 @@ from mrl.engines.transformers.decode import decode
 from mrl.engines.transformers.decode_calls import Call, DecodeThread
 from mrl.engines.transformers.decode_queue import Limits, RequestState, request_states
 from mrl.engines.transformers.model import CausalLM, StepKind
+from mrl.engines.transformers.prefix_cache import PrefixCache
 from mrl.engines.transformers.score import score
 from mrl.engines.transformers.stop_strings import StopStrings
 from mrl.engines.transformers.trial import make_causal_lm
@@ -48,6 +49,9 @@ class TransformersEngine:
         will take; at most 2**20.
     max_rows: completions decoded together; others wait for a free row. Default: as many as have 2**27 (2**29 on GPU)
         logits together. Neither bound changes what is sampled.
+    prefix_bytes: memory for the keys and values of conversations between their turns (requests with a `session`),
+        beside that of `max_batch_tokens`; 0 = none are kept. Default: an eighth of the machine's memory, or of what is
+        free on the GPU.
     endless: requests may keep coming while others decode, so the engine gets its own thread and states how many it
         decodes at a time (`capacity`); otherwise engines of one process take turns, and each takes any number.
     autocast_dtype: run the model under `torch.autocast` in this dtype; sampling stays in float32.
@@ -66,6 +70,7 @@ class TransformersEngine:
         max_model_len: int,
         max_batch_tokens: int | None = None,
         max_rows: int | None = None,
+        prefix_bytes: int | None = None,
         endless: bool = False,
         autocast_dtype: torch.dtype | None = None,
         decode_step: StepKind = "auto",
@@ -79,7 +84,9 @@ class TransformersEngine:
         self._autocast_dtype, self._decode_step = autocast_dtype, decode_step
         self._lm: CausalLM | None = make_causal_lm(model, max_model_len, autocast_dtype, decode_step)
         self._limits = _limits(self._lm, max_model_len, max_batch_tokens, max_rows)
-        claim(self, self._lm.device, self._limits.max_batch_tokens * self._lm.cache_bytes_per_token)
+        self._prefixes = PrefixCache(_memory(self._lm) // 8 if prefix_bytes is None else prefix_bytes)
+        self._claimed = self._limits.max_batch_tokens * self._lm.cache_bytes_per_token
+        claim(self, self._lm.device, self._claimed)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
         self.capacity = self._limits.max_rows if endless else None
         self._thread = DecodeThread(self._decode, self._request_states, endless=endless)
@@ -102,6 +109,7 @@ class TransformersEngine:
             load_tokenizer(config),
             max_model_len=context_length(model.config, config.max_model_len),
             max_rows=config.max_decode_rows,
+            prefix_bytes=None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30),
             endless=endless,
             autocast_dtype=autocast_dtype(config, device),
             decode_step=config.decode_step,
@@ -145,6 +153,7 @@ class TransformersEngine:
 
         def load() -> int:
             lm = self._model
+            self._prefixes.clear()
             if ref.module is not None:
                 self._adopt(ref.module)
             elif ref.path is not None:
@@ -177,6 +186,7 @@ class TransformersEngine:
         """End running calls with EngineError, then release model and thread. Calling it twice is allowed."""
         self._thread.close()
         self._lm = None
+        self._prefixes = PrefixCache(0)  # not cleared: what decodes now uses it until it ends
 
     def _adopt(self, module: nn.Module) -> None:
         assert self._lm is not None
@@ -189,6 +199,8 @@ class TransformersEngine:
 
     def _request_states(self, call: Call) -> list[RequestState]:
         lm, stops = self._model, self._stop_strings.has_tokenizer
+        if any(request.session is not None for request in call.requests):
+            claim(self, lm.device, self._claimed + self._prefixes.max_bytes)
 
         def refuse(request: GenerateRequest) -> Completion | None:
             return refusal(request, self._max_model_len, lm.vocab_size, version=self.version, stop_strings=stops)
@@ -206,6 +218,7 @@ class TransformersEngine:
                 eos_ids=self._eos_ids,
                 stop_strings=self._stop_strings,
                 version=self.version,
+                prefixes=self._prefixes,
             )
 
     @property
@@ -221,10 +234,8 @@ def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None, max_
         raise EngineError(f"max_batch_tokens={max_batch_tokens} is less than max_model_len={max_model_len}")
     if max_rows is not None and max_rows < 1:
         raise EngineError(f"max_rows={max_rows}: at least one completion has to be decoded at a time")
-    free = unclaimed(lm.device)
-    on_gpu = free is not None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 if free is None else free // 2
-    fit = memory // lm.cache_bytes_per_token
+    on_gpu = unclaimed(lm.device) is not None
+    fit = _memory(lm) // (2 if on_gpu else 4) // lm.cache_bytes_per_token
     default = max(max_model_len, min(1 << 20, rounded(fit) if on_gpu else fit))
     return Limits(
         max_model_len=max_model_len,
@@ -232,6 +243,12 @@ def _limits(lm: CausalLM, max_model_len: int, max_batch_tokens: int | None, max_
         max_rows=max_rows or max(1, (1 << 29 if on_gpu else 1 << 27) // lm.vocab_size),
         prefill_tokens=max(max_model_len, 1 << 15 if on_gpu else 1 << 13),
     )
+
+
+def _memory(lm: CausalLM) -> int:
+    """Bytes to plan with: of a GPU what is free, else all that the machine has."""
+    free = unclaimed(lm.device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free
 
 
 def _eos_ids(lm: CausalLM, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -8,6 +8,8 @@ row selection is used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -66,6 +68,56 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None] | None:
     return windows
 
 
+Shape = tuple[int, int]
+"""Heads of keys or values, and their width."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """Keys and values of the first T tokens of one row, in all layers, outside of any cache."""
+
+    stacks: dict[Shape, Tensor]
+    """Those of one shape together, in the order of the layers, [N, heads, T, width]."""
+    shapes: tuple[Shape, ...]
+    """Of the keys and the values of each layer."""
+
+    @classmethod
+    def copied(cls, parts: Sequence[Tensor]) -> RowStates:
+        """parts: keys and values of each layer, [heads, T, width]."""
+        shapes = tuple((part.shape[0], part.shape[2]) for part in parts)
+        stacks = {
+            shape: torch.stack([part for part, its in zip(parts, shapes, strict=True) if its == shape])
+            for shape in dict.fromkeys(shapes)
+        }
+        return cls(stacks, shapes)
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return next(iter(self.stacks.values())).shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return sum(stack.nbytes for stack in self.stacks.values())
+
+    def first(self, length: int) -> RowStates:
+        """Of its first tokens only; shares the memory."""
+        return RowStates({shape: stack[:, :, :length] for shape, stack in self.stacks.items()}, self.shapes)
+
+
+def side_by_side(rows: Sequence[RowStates], room: int) -> list[Tensor]:
+    """Keys and values of each layer, [B, heads, L + room, width], of which the first L columns hold the rows,
+    right-aligned. The others are 0."""
+    longest = max(map(len, rows))
+    parts = {}
+    for (heads, width), stack in rows[0].stacks.items():
+        together = stack.new_zeros(len(stack), len(rows), heads, longest + room, width)
+        for number, row in enumerate(rows):
+            together[:, number, :, longest - len(row) : longest] = row.stacks[heads, width]
+        parts[heads, width] = iter(together)
+    return [next(parts[shape]) for shape in rows[0].shapes]
+
+
 def as_multiplied(*states: Tensor) -> tuple[Tensor, ...]:
     """Keys and values in the dtype that attention uses: autocast rounds them at each use, while rotated keys arrive in
     float32."""
@@ -91,6 +143,8 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self.window = window
         self.start = self.end = 0
+        self.rows = 0
+        """B; the buffers may have more."""
         self._buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -100,20 +154,20 @@ class GrowingLayer(DynamicLayer):
         first, new = self.start, key_states.shape[2]
         if not self._buffers:
             self._buffers = [key_states, value_states]
-            self.end, self.is_initialized = new, True
+            self.rows, self.end, self.is_initialized = key_states.shape[0], new, True
             return key_states, value_states
         self._make_room(new)
         first, self.end = self.start, self.end + new
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self.end - new : self.end] = states
+            buffer[: self.rows, :, self.end - new : self.end] = states
         if new == 1 and self.window is not None:
             first = max(first, self.end - self.window)
-        keys, values = self._buffers
+        keys, values = (buffer[: self.rows] for buffer in self._buffers)
         return keys[:, :, first : self.end], values[:, :, first : self.end]
 
     def states(self) -> list[Tensor]:
         """Keys and values of the columns in use."""
-        return [buffer[:, :, self.start : self.end] for buffer in self._buffers]
+        return [buffer[: self.rows, :, self.start : self.end] for buffer in self._buffers]
 
     def get_seq_length(self) -> int:
         return self.end - self.start
@@ -123,27 +177,42 @@ class GrowingLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._buffers = [buffer.index_select(0, beam_idx) for buffer in self._buffers]
+        self.rows = len(beam_idx)
 
-    def put(self, slots_N: Tensor, rows: int, source: GrowingLayer, index_N: Tensor, length: int, room: int) -> None:
+    def put(
+        self, slots_N: Tensor, rows: int, source: GrowingLayer, index_N: Tensor | None, length: int, room: int
+    ) -> None:
         """Overwrite the rows at `slots_N` by rows `index_N` of `source`, of at most `length` columns, right-aligned.
+        index_N: None = all, in their order.
 
         rows: number of rows afterwards. room: free columns to add if the buffers are reallocated.
         """
         columns = max(self.get_seq_length(), length)
-        if not self._buffers or rows > self._buffers[0].shape[0] or self.end < length:
-            shapes = [(rows, b.shape[1], columns + room, b.shape[3]) for b in source._buffers]
+        capacity = self._buffers[0].shape[0] if self._buffers else 0
+        if rows > capacity or self.end < length:
+            if self._buffers:  # by half, as requests that join come one by one
+                room = max(room, columns // 2)
+            if rows > capacity:
+                capacity = max(rows, capacity * 3 // 2)
+            shapes = [(capacity, b.shape[1], columns + room, b.shape[3]) for b in source._buffers]
             self._move([b.new_zeros(shape) for b, shape in zip(source._buffers, shapes, strict=True)], columns)
             self.is_initialized = True
-        self.start = self.end - columns
+        self.rows, self.start = rows, self.end - columns
         for buffer, given in zip(self._buffers, source._buffers, strict=True):
-            taken = given[:, :, source.end - length : source.end].index_select(0, index_N)
+            taken = given[: source.rows, :, source.end - length : source.end]
+            if index_N is not None:
+                taken = taken.index_select(0, index_N)
             buffer[slots_N, :, self.end - length : self.end] = taken
 
-    def take(self, columns_BT: Tensor) -> None:
-        """Reorder columns: column t of row b becomes its former column `columns_BT[b, t]`."""
-        rows_B1 = torch.arange(len(columns_BT), device=columns_BT.device)[:, None]
-        self._buffers = [s.transpose(1, 2)[rows_B1, columns_BT].transpose(1, 2) for s in self.states()]
-        self.start, self.end = 0, columns_BT.shape[1]
+    def row(self, slot: int, columns: int, length: int) -> list[Tensor]:
+        """Keys and values, [heads, length, head_dim], of the first tokens of a row that has `columns` tokens."""
+        first = self.end - columns
+        return [buffer[slot, :, first : first + length] for buffer in self._buffers]
+
+    def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Take these tensors as buffers, of which the first `length` columns are in use."""
+        self._buffers, self.rows, self.start, self.end = [keys, values], keys.shape[0], 0, length
+        self.is_initialized = True
 
     def _make_room(self, new: int) -> None:
         rows, heads, capacity, width = self._buffers[0].shape
@@ -183,15 +252,22 @@ class GrowingCache(DynamicCache):
         """An empty cache of the same kind."""
         return GrowingCache(*self._made_from)
 
-    def put(self, slots_N: Tensor, rows: int, source: GrowingCache, index_N: Tensor, length: int, room: int) -> None:
+    def put(
+        self, slots_N: Tensor, rows: int, source: GrowingCache, index_N: Tensor | None, length: int, room: int
+    ) -> None:
         """See `GrowingLayer.put`."""
         for mine, theirs in zip(self.growing_layers, source.growing_layers, strict=True):
             mine.put(slots_N, rows, theirs, index_N, length, room)
 
-    def take(self, columns_BT: Tensor) -> None:
-        """See `GrowingLayer.take`."""
-        for layer in self.growing_layers:
-            layer.take(columns_BT)
+    def row(self, slot: int, columns: int, length: int) -> RowStates:
+        """A copy of the states of the first `length` tokens of a row that has `columns` tokens."""
+        return RowStates.copied([part for layer in self.growing_layers for part in layer.row(slot, columns, length)])
+
+    def fill(self, rows: Sequence[RowStates], room: int) -> None:
+        """Become these rows, right-aligned. room: free columns to add."""
+        parts = side_by_side(rows, room)
+        for layer, keys, values in zip(self.growing_layers, parts[::2], parts[1::2], strict=True):
+            layer.fill(keys, values, max(map(len, rows)))
 
     def keep_columns(self, length: int) -> None:
         """Keep only the last `length` columns; no row needs the others."""

@@ -1,8 +1,8 @@
-"""Prefill: each distinct prompt once, and a prefix that all of them share once for all."""
+"""Prefill: each distinct prompt once, a prefix that all of them share once for all, and nothing that is known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import cast
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from mrl.engines.transformers.kv_cache import GrowingCache
+from mrl.engines.transformers.kv_cache import GrowingCache, RowStates
 from mrl.engines.transformers.model import CausalLM
 from mrl.system.transfers import to_device
 
@@ -30,26 +30,28 @@ class Prefilled:
     """One row per prompt, all ending at the last column."""
     logits_PV: Tensor
     """After each prompt."""
+    computed_P: list[int]
+    """Tokens that went through the model for each prompt; a shared prefix's count for the first."""
 
     def only(self, row: int) -> Prefilled:
-        """A copy with one prompt only, so that the others' memory can be freed."""
+        """A copy with one prompt only, so that the others' memory can be freed. Its tokens are counted here."""
         assert isinstance(self.cache, GrowingCache)
         cache = self.cache.empty()
         index = to_device(self.logits_PV.device, [row])
         cache.put(torch.zeros_like(index), 1, self.cache, index, len(self.prompts[row]), room=0)
-        return Prefilled([self.prompts[row]], cache, self.logits_PV[row : row + 1].clone())
+        return Prefilled([self.prompts[row]], cache, self.logits_PV[row : row + 1].clone(), [0])
 
 
 class Prefiller:
     """Prefills prompts out of `prompts`, at most `max_tokens` (prompts x longest) per forward.
 
-    A prefix shared by all `prompts`, such as a system prompt, is computed at the first call and kept.
+    A prefix shared by all `prompts`, such as a system prompt, is computed at the first call that needs it and kept.
     """
 
     def __init__(self, lm: CausalLM, prompts: Sequence[TokenIds], max_tokens: int) -> None:
         self.lm, self.max_tokens = lm, max_tokens
         self.prefix: TokenIds = ()
-        self.prefix_cache: GrowingCache | None = None
+        self.prefix_states: RowStates | None = None
         if lm.replaces_rows and len(prompts) > 1:
             # The common prefix of the smallest and the largest is that of all; each prompt keeps at least one token.
             pairs = zip(min(prompts), max(prompts), strict=False)
@@ -58,14 +60,21 @@ class Prefiller:
             if shared * (len(prompts) - 1) >= MIN_SAVED_TOKENS:
                 self.prefix = prompts[0][:shared]
 
-    def run(self, prompts: list[TokenIds]) -> Iterator[Prefilled]:
-        """prompts: distinct, longest first. Models with their own cache get them in one forward."""
-        for batch in self._batches(prompts) if self.lm.replaces_rows else [prompts]:
-            if self.prefix:
-                yield self._continue(batch)
-            else:
-                cache = self.lm.new_cache()
-                yield Prefilled(batch, cache, _forward(self.lm, batch, cache))
+    def run(self, prompts: list[TokenIds], known: Mapping[TokenIds, RowStates]) -> Iterator[Prefilled]:
+        """prompts: distinct, longest first. known: the states of a beginning, for prompts that have them. Models with
+        their own cache get all in one forward."""
+        if not self.lm.replaces_rows:
+            yield self._whole(prompts)
+            return
+        for batch in self._batches([prompt for prompt in prompts if prompt not in known]):
+            first = self.prefix_states is None
+            prefix = self._prefix()
+            part = self._whole(batch) if prefix is None else self._after([prefix] * len(batch), batch)
+            if prefix is not None and first:
+                part.computed_P[0] += len(prefix)
+            yield part
+        for batch in self._batches_of_rests([prompt for prompt in prompts if prompt in known], known):
+            yield self._after([known[prompt] for prompt in batch], batch)
 
     def _batches(self, prompts: list[TokenIds]) -> Iterator[list[TokenIds]]:
         batch: list[TokenIds] = []
@@ -74,36 +83,69 @@ class Prefiller:
                 yield batch
                 batch = []
             batch.append(prompt)
-        yield batch
+        if batch:
+            yield batch
 
-    def _continue(self, prompts: list[TokenIds]) -> Prefilled:
-        """Prefill the rest of each prompt after the shared prefix."""
-        if self.prefix_cache is None:
-            self.prefix_cache = cast(GrowingCache, self.lm.new_cache())
-            _forward(self.lm, [self.prefix], self.prefix_cache)
-        shared, rows = len(self.prefix), torch.arange(len(prompts), device=self.lm.device)
-        rests = [prompt[shared:] for prompt in prompts]
-        longest = max(map(len, rests))
+    def _batches_of_rests(
+        self, prompts: list[TokenIds], known: Mapping[TokenIds, RowStates]
+    ) -> Iterator[list[TokenIds]]:
+        """Those together whose rests are about equally long, for shorter ones are padded."""
+
+        def rest(prompt: TokenIds) -> int:
+            return len(prompt) - len(known[prompt])
+
+        batch: list[TokenIds] = []
+        longest = 0
+        for prompt in sorted(prompts, key=rest, reverse=True):
+            longest = max(longest, len(prompt))
+            if batch and (
+                (len(batch) + 1) * longest > self.max_tokens or rest(batch[0]) - rest(prompt) >= MIN_SAVED_TOKENS
+            ):
+                yield batch
+                batch, longest = [], len(prompt)
+            batch.append(prompt)
+        if batch:
+            yield batch
+
+    def _prefix(self) -> RowStates | None:
+        """The states of the shared prefix, if there is one."""
+        if self.prefix and self.prefix_states is None:
+            cache = cast(GrowingCache, self._whole([self.prefix]).cache)
+            self.prefix_states = cache.row(0, len(self.prefix), len(self.prefix))
+        return self.prefix_states
+
+    def _whole(self, prompts: list[TokenIds]) -> Prefilled:
+        cache = self.lm.new_cache()
+        return Prefilled(prompts, cache, _forward(self.lm, prompts, cache, [0] * len(prompts)), [*map(len, prompts)])
+
+    def _after(self, beginnings: list[RowStates], prompts: list[TokenIds]) -> Prefilled:
+        """Prefill what follows the beginning of each prompt. In the place of padding, shorter rests get tokens of their
+        beginning once more: so each row is in one piece."""
+        needed_P = [len(prompt) - len(states) for states, prompt in zip(beginnings, prompts, strict=True)]
+        longest = max(needed_P)
+        rests = [prompt[-longest:] for prompt in prompts]
+        known = [
+            states.first(len(prompt) - len(rest))
+            for states, prompt, rest in zip(beginnings, prompts, rests, strict=True)
+        ]
         cache = cast(GrowingCache, self.lm.new_cache())
-        cache.put(rows, len(prompts), self.prefix_cache, torch.zeros_like(rows), shared, room=longest)
-        logits_PV = _forward(self.lm, rests, cache)
-        if min(map(len, rests)) < longest:  # close the gap between the prefix and a shorter rest
-            columns_T = torch.arange(shared + longest, device=self.lm.device)
-            gap_P1 = to_device(self.lm.device, [[longest - len(rest)] for rest in rests])
-            moved_PT = (columns_T - gap_P1).clamp(min=0)
-            cache.take(torch.where(moved_PT < shared, moved_PT, columns_T))
-        return Prefilled(prompts, cache, logits_PV)
+        cache.fill(known, room=longest)
+        return Prefilled(prompts, cache, _forward(self.lm, rests, cache, list(map(len, known))), needed_P)
 
 
-def _forward(lm: CausalLM, prompts: list[TokenIds], cache: Cache) -> Tensor:
-    """Logits after each of the left-padded token sequences, [P, V]; `cache` holds the tokens before them."""
-    longest, before = max(map(len, prompts)), cache.get_seq_length()
-    ids_PT = to_device(lm.device, [(0,) * (longest - len(p)) + p for p in prompts])
-    padding_P1 = to_device(lm.device, [[longest - len(p)] for p in prompts])
+def _forward(lm: CausalLM, tokens: list[TokenIds], cache: Cache, before_P: list[int]) -> Tensor:
+    """Logits after each of the left-padded token sequences, [P, V].
+
+    before_P: how many tokens come before each; `cache` holds them, right-aligned too.
+    """
+    longest, behind = max(map(len, tokens)), max(before_P)
+    ids_PT = to_device(lm.device, [(0,) * (longest - len(t)) + t for t in tokens])
+    before_P1 = to_device(lm.device, [[before] for before in before_P])
+    padding_P1 = to_device(lm.device, [[longest - len(t)] for t in tokens])
     columns_T = torch.arange(longest, device=lm.device)
-    positions_PT = before + (columns_T - padding_P1).clamp(min=0)
+    positions_PT = before_P1 + (columns_T - padding_P1).clamp(min=0)
     real_PL: Tensor | None = None
-    if any(len(p) < longest for p in prompts):
-        behind_PB = torch.ones(len(prompts), before, dtype=torch.bool, device=lm.device)
-        real_PL = torch.cat([behind_PB, columns_T >= padding_P1], dim=1)
+    if any(len(t) < longest for t in tokens) or min(before_P) < behind:
+        seen_PB = torch.arange(behind, device=lm.device) >= behind - before_P1
+        real_PL = torch.cat([seen_PB, columns_T >= padding_P1], dim=1)
     return lm.forward(ids_PT, positions_PT, real_PL, cache, keep=1)[:, 0]

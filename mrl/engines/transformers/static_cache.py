@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from mrl.engines.transformers.kv_cache import GrowingCache, GrowingLayer
+from mrl.engines.transformers.kv_cache import GrowingCache, GrowingLayer, RowStates
 
 
 class StaticLayer(CacheLayerMixin):
@@ -37,6 +37,10 @@ class StaticLayer(CacheLayerMixin):
         for buffer, states in zip(self._buffers, source.states(), strict=True):
             taken_NTHD = states.transpose(1, 2)[index_N1, columns_NT]
             buffer[slots_N, :, : columns_NT.shape[1]] = taken_NTHD.transpose(1, 2).to(buffer.dtype)
+
+    def row(self, slot: int, length: int) -> list[Tensor]:
+        """Keys and values, [heads, length, head_dim], of the first tokens of a row."""
+        return [buffer[slot, :, :length] for buffer in self._buffers]
 
     def keep(self, kept_N: Tensor) -> None:
         """Move the rows at `kept_N` to the first places."""
@@ -107,6 +111,10 @@ class StaticCache(Cache):
         columns_NT = (columns_T + (columns - lengths_N)[:, None]).clamp(max=columns - 1)
         for layer, theirs in zip(self.static_layers, source.growing_layers, strict=True):
             layer.put(slots_N, theirs, index_N[:, None], columns_NT)
+
+    def row(self, slot: int, length: int) -> RowStates:
+        """A copy of the states of a row's first `length` tokens."""
+        return RowStates.copied([part for layer in self.static_layers for part in layer.row(slot, length)])
 
     def keep(self, kept_N: Tensor) -> None:
         """See `StaticLayer.keep`."""

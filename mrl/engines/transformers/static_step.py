@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from mrl.engines.transformers.kv_cache import GrowingCache
+from mrl.engines.transformers.kv_cache import GrowingCache, RowStates
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled
 from mrl.engines.transformers.static_cache import StaticCache
@@ -36,9 +36,9 @@ class StaticStep:
     into the same memory.
     """
 
-    def __init__(self, lm: CausalLM, max_model_len: int) -> None:
+    def __init__(self, lm: CausalLM, max_model_len: int, max_batch_tokens: int = 0) -> None:
         assert lm.windows is not None
-        self.lm, self.max_model_len = lm, max_model_len
+        self.lm, self.max_model_len, self.max_batch_tokens = lm, max_model_len, max_batch_tokens
         self.cache = StaticCache(len(lm.windows), lm.device)
         self.recorder = lm.new_recorder()
         self.ids_R = torch.zeros(0, dtype=torch.int64, device=lm.device)
@@ -64,7 +64,7 @@ class StaticStep:
             if self.begins:  # sized for this batch alone, not also for the most rows and columns of earlier ones
                 self.cache = StaticCache(len(self.cache.static_layers), self.lm.device)
             self.recorded, self.warm = {}, {}  # they write into the old buffers
-            self.cache.resize(rows, -(-max_length // 8) * 8, like=part.cache)
+            self.cache.resize(*self._buffer_size(rows, max_length), like=part.cache)
             self.logits_RV = part.logits_PV.new_zeros(self.cache.rows, part.logits_PV.shape[1])
             self.ids_R = torch.zeros(self.cache.rows, dtype=torch.int64, device=self.lm.device)
         self.begins = False
@@ -87,8 +87,21 @@ class StaticStep:
         self.cache.room = room
         return self._run(rows, room)[:batch]
 
+    def row(self, slot: int, columns: int, length: int) -> RowStates:
+        return self.cache.row(slot, length)
+
     def keep(self, kept_N: Tensor) -> None:
         self.cache.keep(kept_N)
+
+    def _buffer_size(self, rows: int, max_length: int) -> tuple[int, int]:
+        """Rows and columns for what is wanted. When a batch grows, with some to spare if `max_batch_tokens` allows it:
+        requests that join come one by one, conversations get longer, and each size makes all recordings anew."""
+        exact = rows, -(-max_length // 8) * 8
+        spare = (
+            max(size_for(rows), self.cache.rows),
+            max(min(size_for(exact[1]), -(-self.max_model_len // 8) * 8), self.cache.capacity, MIN_COLUMNS),
+        )
+        return exact if self.begins or spare[0] * spare[1] > self.max_batch_tokens else spare
 
     def _run(self, rows: int, room: int) -> Tensor:
         size = (rows, room)

@@ -163,7 +163,9 @@ def _static_trial(lm: CausalLM) -> TrialLogits:
         positions = torch.arange(len(prompt), device=lm.device)[None]
         logits_PV = lm.forward(torch.tensor([prompt], device=lm.device), positions, None, cache, keep=1)[:, 0]
         index = torch.zeros(1, dtype=torch.int64, device=lm.device)
-        step.put(Prefilled([prompt], cache, logits_PV), index, index + slot, 2, room=2, max_length=long + 2)
+        step.put(
+            Prefilled([prompt], cache, logits_PV, [len(prompt)]), index, index + slot, 2, room=2, max_length=long + 2
+        )
 
     def forward(rows: list[int], lengths: list[int]) -> None:
         """lengths: of each row's sequence, including the token given to the step."""

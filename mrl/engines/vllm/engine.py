@@ -250,6 +250,7 @@ class VLLMEngine:
             logprobs=answer["logprobs"],
             finish_reason=answer["finish_reason"],
             policy_version=versions_per_token(answer["versions"], len(answer["token_ids"]), version),
+            prefilled=answer["prefilled"],
         )
 
     def _run(self, model: str, version: int) -> None:

@@ -276,13 +276,25 @@ def test_a_layer_under_any_order_of_operations_holds_each_rows_states(window):
                 assert keys.isfinite().all()
 
 
-def test_columns_are_reordered_row_by_row():
+def test_rows_are_taken_out_and_put_side_by_side():
+    """Layers of different shapes too; what comes before a shorter row is finite."""
     config = ARCHITECTURES["llama"][1]()
     cache = GrowingCache(config, [None, None])
-    states = torch.randn(2, 2, 4, 3)
+    states = [torch.randn(3, heads, 6, 5 - heads) for heads in (1, 2)]
     for layer in range(2):
-        cache.update(states, states + 1, layer)
-    cache.take(torch.tensor([[0, 1, 2, 3], [0, 0, 1, 3]]))
-    keys, values = cache.update(torch.zeros(2, 2, 1, 3), torch.zeros(2, 2, 1, 3), 1)
-    assert torch.equal(keys[1, :, :4], states[1, :, [0, 0, 1, 3]])
-    assert torch.equal(values[0, :, :4], states[0] + 1)
+        cache.update(states[layer], states[layer][..., :1] + 1, layer)
+    cache.keep_columns(5)
+    rows = [cache.row(2, 5, 4), cache.row(0, 2, 2).first(1)]
+    assert list(map(len, rows)) == [4, 1]
+    assert rows[0].nbytes == 4 * (4 + 1 + 2 * 3 + 2) * 4
+    other = cache.empty()
+    other.fill(rows, room=3)
+    assert other.get_seq_length() == 4
+    for layer in range(2):
+        heads = states[layer].shape[1]
+        new = torch.zeros(2, heads, 1, 5 - heads)
+        keys, values = other.update(new, new[..., :1], layer)
+        assert torch.equal(keys[0, :, :4], states[layer][2, :, 1:5])
+        assert torch.equal(values[1, :, 3], states[layer][0, :, 4, :1] + 1)
+        assert not keys[1, :, :3].any()
+        assert keys.shape[2] == 5

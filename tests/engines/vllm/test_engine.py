@@ -153,10 +153,11 @@ async def test_generations_of_one_prompt_share_its_prefill(engine: VLLMEngine) -
         return health["prompt_tokens"], health["cached_prompt_tokens"]
 
     before = await hits()
-    await engine.generate(requests(8, SamplingParams(max_tokens=2), prompt))
+    completions = await engine.generate(requests(8, SamplingParams(max_tokens=2), prompt))
     asked, found = (now - then for now, then in zip(await hits(), before, strict=True))
     assert asked == 8 * 96
     assert found == 7 * 64, "all but the first take the whole blocks before the last token's from the cache"
+    assert sum(completion.prefilled or 0 for completion in completions) == asked - found
 
 
 async def test_bad_requests_are_named(engine: VLLMEngine) -> None:

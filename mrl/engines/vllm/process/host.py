@@ -101,7 +101,8 @@ class Host:
             detokenize=bool(sampling.get("stop")),
             include_stop_str_in_output=True,
         )
-        output = await self._run(request["prompt_ids"], params, request["id"])
+        whole = await self._run(request["prompt_ids"], params, request["id"])
+        output = whole.outputs[0]
         token_ids = list(output.token_ids)
         logprobs = list(output.logprobs.logprobs) if output.logprobs else []
         return {
@@ -109,6 +110,7 @@ class Host:
             "logprobs": [0.0] * len(token_ids) if params.temperature == 0 else logprobs,
             "finish_reason": output.finish_reason,
             "versions": [[int(span.version), span.start] for span in output.weight_versions or []],
+            "prefilled": len(request["prompt_ids"]) - (whole.num_cached_tokens or 0),
         }
 
     async def score(self, prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[float]:
@@ -127,7 +129,7 @@ class Host:
             detokenize=False,
         )
         ids = [*prompt_ids, *before]
-        result = await self._run_whole(ids, params, None)
+        result = await self._run(ids, params, None)
         known = [result.prompt_logprobs[at][ids[at]].logprob for at in range(len(prompt_ids), len(ids))]
         return [*known, result.outputs[0].logprobs[0][last].logprob]
 
@@ -296,9 +298,6 @@ class Host:
         self.llm.output_processor.process_outputs = counting
 
     async def _run(self, ids: list[int], params: Any, request_id: str | None) -> Any:
-        return (await self._run_whole(ids, params, request_id)).outputs[0]
-
-    async def _run_whole(self, ids: list[int], params: Any, request_id: str | None) -> Any:
         from vllm import TokensPrompt
         from vllm.utils import random_uuid
 
