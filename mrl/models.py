@@ -77,23 +77,28 @@ def load_config(config: ModelConfig) -> Any:
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a padding token. Raises ModelError."""
-    from transformers import AutoTokenizer
-
-    source = resolve_model(config.model)
-    with _explained(config.model, "its tokenizer"):
-        _check_tokenizer_files(Path(source))
-        tokenizer = AutoTokenizer.from_pretrained(
-            source,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=not _hub_answers(config.model, source, config.revision),
-        )
+    tokenizer = _read_tokenizer(config)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{config.model}: the tokenizer has no end-of-sequence token, so completions could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     # Too long prompts are refused later, naming their row; the tokenizer's own warning before that would mislead.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    source = resolve_model(config.model)
+    with _explained(config.model, "its tokenizer"):
+        _check_tokenizer_files(Path(source))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=not _hub_answers(config.model, source, config.revision),
+        )
     return tokenizer
 
 
@@ -174,6 +179,36 @@ def load_classifier(config: ModelConfig) -> PreTrainedModel:
         )
     model.to(pick_device(config.device))
     return model
+
+
+def load_scorer(config: ModelConfig, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A trained sequence classifier as it was saved, on its device, with its tokenizer. Raises ModelError.
+
+    dtype: of its weights; `auto` = as saved.
+    """
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = resolve_model(config.model)
+    if base_of_adapter(source) is not None:
+        raise ModelError(f"model {config.model!r}: is an adapter; `mrl checkpoints RUN export FOLDER --merged` first")
+    with _LOADING, _explained(config.model):
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            source,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=dtype,
+            local_files_only=not _hub_answers(config.model, source, config.revision),
+            output_loading_info=True,
+        )
+    if missing := sorted(loaded["missing_keys"]):
+        raise ModelError(
+            f"model {config.model!r}: its files lack {missing[0]}, which would be random numbers; give a model that "
+            "was trained to score or classify"
+        )
+    tokenizer = _read_tokenizer(config)
+    return model.to(pick_device(config.device)).eval(), tokenizer
 
 
 def pick_device(name: str) -> torch.device:

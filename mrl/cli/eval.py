@@ -67,7 +67,8 @@ HELP = {
     "already, with the weights they have); see docs/vllm.md.",
     "reward_funcs": "One or several of: `sandbox` (run the tests: 0 or 1), `sandbox_partial` (fraction passed), "
     "`math_verify` (equal to the column `answer`), `reasoning_gym` (its tasks' verifier), `file.py:function`, "
-    "`package.module:function`. None = the dataset's own where it has one, else `sandbox`.",
+    "`package.module:function`, a sequence classifier by its Hub id or folder, a YAML file with `judge: {…}` "
+    "(docs/judges.md). None = the dataset's own where it has one, else `sandbox`.",
     "max_samples": "Only the first tasks; 0 or None = all.",
     "max_decode_rows": "Completions that are decoded at once; the others wait until one ends. None = as many as the "
     "machine's memory is good for. It changes no completion, only memory and speed.",
@@ -178,6 +179,8 @@ def _print_evaluation(report: Any, by: str | None) -> None:
     console.print(table)
     tasks = plural(report.tasks, "task") if report.taken == str(report.tasks) else f"{report.taken} tasks"
     print(f"{tasks} x {plural(report.samples_per_task, 'attempt')}; {report.completion_length:.0f} tokens a completion")
+    if report.logged:
+        print(", ".join(f"{name.removeprefix('eval/')} {value:g}" for name, value in report.logged.items()))
     if report.unscored:
         attempts = report.tasks * report.samples_per_task
         whole = f", {plural(report.unscored_tasks, 'task')} not at all" if report.unscored_tasks else ""

@@ -36,6 +36,10 @@ FLAG_TYPES: dict[str, Any] = {
     "trl_args": list[str],
 }
 FLAG_HELP = {
+    "reward_funcs": "One or several of: `sandbox` (run the tests: 0 or 1), `sandbox_partial` (fraction passed), "
+    "`math_verify` (equal to the column `answer`), `reasoning_gym` (its tasks' verifier), `file.py:function`, "
+    "`package.module:function`, a sequence classifier by its Hub id or folder, a YAML file with `judge: {…}` "
+    "(docs/judges.md). None = the rollout source's or the dataset's own where they have one, else `sandbox`.",
     "rename": "Columns to rename, each as `old=new`; reward functions see the new names.",
     "rollout_options": "The source's own options, each as `key=value` (values as in YAML), or all as one JSON object.",
     "tools": "Functions that the policy may call, typed and with a docstring: `file.py:function` or "

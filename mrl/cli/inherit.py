@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Inherited:
     def missing_files(self) -> list[str]:
         """Its tasks' and rewards' files that are not here: the record names them as the command line did."""
         functions, dataset = self.options.get("reward_funcs") or [], self.options.get("dataset_name") or ""
-        files = [name.rpartition(":")[0] for name in _listed(functions) if ".py:" in name]
+        files = [name.rpartition(":")[0] for name in _listed(functions) if isinstance(name, str) and ".py:" in name]
         files += [dataset] if Path(dataset).suffix in (*BUILDERS, ".gz") else []
         return [name for name in files if not Path(name).expanduser().exists()]
 
@@ -284,10 +285,10 @@ def _flag(name: str, value: Any) -> str:
     flag = ALIASES.get(name, [f"--{name.replace('_', '-')}"])[0]
     if isinstance(value, bool):
         return flag if value else f"--no-{flag.removeprefix('--')}"
-    if isinstance(value, dict):
+    if isinstance(value, dict) and name != "reward_funcs":
         values = [f"{key}={inner}" for key, inner in value.items()]
-    else:
-        values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    else:  # a reward with its options is one value, as YAML
+        values = [json.dumps(item) if isinstance(item, dict) else str(item) for item in _listed(value)]
     shown = " ".join(map(_quoted, values))
     return f"{flag} {shown if len(shown) <= _WIDEST else shown[: _WIDEST - 1] + '…'}"
 

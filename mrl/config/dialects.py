@@ -11,7 +11,7 @@ import yaml
 
 from mrl.config.orchestrator import flat_fields
 
-PYTHON_ONLY = {"train_dataset", "vllm_args"}
+PYTHON_ONLY = {"train_dataset", "vllm_args", "reward_processing_classes"}
 """Not on the command line; recipes can hold `vllm_args`."""
 ARGUMENTS = ("tokenizer",)
 """What `MRLTrainer` takes besides the options."""

@@ -81,7 +81,7 @@ _INSTEAD = {
     "use_kl_in_reward": "use kl_in: reward with beta above 0",
     "ref_model reference_model": "the reference is the policy before training, kept where beta is above 0",
     "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": "the reference stays the policy before training",
-    "reward_model reward_model_path reward_pretrain": "a reward model is called by a function of yours in reward_funcs",
+    "reward_model reward_model_path reward_pretrain": "a reward model is one of reward_funcs, by its Hub id or folder",
     "critic critic_model value_model lam vf_coef": "there is no critic, advantages come from the group: advantage_type",
     "rollout": "in it, n is num_generations here, and the rest are options of their own: temperature, top_p, engine …",
     "actor_rollout_ref actor trainer orchestrator": "options here are flat, e.g. num_generations, learning_rate, beta",

@@ -135,6 +135,7 @@ class Options(TypedDict, total=False):
     max_concurrent_rollouts: int | None
     # reward
     reward_funcs: Any
+    reward_processing_classes: Any
     reward_weights: list[float] | None
     reward_timeout: float
     reward_trial: bool

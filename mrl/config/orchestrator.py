@@ -23,6 +23,10 @@ from mrl.config.training import TrainingConfig
 from mrl.errors import ConfigError
 
 
+EACH = ("reward_funcs",)
+"""Options that are lists of names, mappings and objects; other lists of mappings are datasets."""
+
+
 class OrchestratorConfig(Section):
     """Every option of a run. Build it from sections, or flat with `from_flat`."""
 
@@ -66,7 +70,7 @@ class OrchestratorConfig(Section):
     def to_dict(self) -> dict[str, Any]:
         """Plain data by section, for YAML and JSON. Callables and datasets become a description of themselves."""
         return {
-            section: {name: _plain(getattr(part, name)) for name in type(part).model_fields}
+            section: {name: _plain(getattr(part, name), each=name in EACH) for name in type(part).model_fields}
             for section, part in ((name, getattr(self, name)) for name in type(self).model_fields)
         }
 
@@ -189,10 +193,15 @@ def _set_values(section: str, value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.model_fields_set}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, each: bool = False) -> Any:
+    """each: a list is written down item by item, also where the items are mappings."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    if isinstance(value, (list, tuple)) and all(isinstance(v, (str, int, float)) or callable(v) for v in value):
+    if callable(recorded := getattr(value, "recorded", None)) and not isinstance(value, type):  # a reward's object
+        return recorded()
+    if isinstance(value, (list, tuple)) and (
+        each or all(isinstance(v, (str, int, float)) or callable(v) for v in value)
+    ):
         return [_plain(v) for v in value]
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}

@@ -43,8 +43,12 @@ class RewardConfig(Section):
 
     reward_funcs: Any = None
     """One or several of: `sandbox` (run the tests: 0 or 1), `sandbox_partial` (fraction passed), `math_verify` (equal
-    to the column `answer`), `reasoning_gym` (its tasks' verifier), `file.py:function`, `package.module:function`, or
-    callables (Python only). None = the rollout source's or the dataset's own where they have one, else `sandbox`."""
+    to the column `answer`), `reasoning_gym` (its tasks' verifier), `file.py:function`, `package.module:function`, a
+    sequence classifier by its Hub id or folder, `{judge: {…}}` or a YAML file with it (docs/judges.md), or, in Python
+    only, callables, models and `Judge`s. None = the rollout source's or the dataset's own where they have one, else
+    `sandbox`."""
+    reward_processing_classes: Any = None
+    """Tokenizers of the models among `reward_funcs`, one (or None) for each reward; None = the models' own."""
     reward_weights: list[float] | None = None
     """Weights of a sum over the functions; None = their mean."""
     reward_timeout: float = Field(60.0, gt=0)

@@ -12,12 +12,13 @@ from mrl.backends import Backend
 from mrl.config import OrchestratorConfig
 from mrl.errors import DataError, EngineError, TrainingError
 from mrl.evals.stats import Attempts, Interval, mean_reward, pass_rate
-from mrl.loop.collector import Collector
+from mrl.loop.collector import Collector, Logged
 from mrl.loop.preflight import check_engine, check_names, prepare_evaluation, sampling_params
 from mrl.loop.resources import check_resources, rollout_resources
 from mrl.loop.reward_trial import try_rewards
 from mrl.loop.spawning import backend_of, spawn_rewards, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
+from mrl.rewards.combine import held_out, mean_metrics
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.system.gather import all_of
 from mrl.system.threads import in_thread
@@ -53,6 +54,8 @@ class EvalReport:
     by: dict[str, Interval] = field(default_factory=dict)
     """pass@1 for each value of a column."""
     completion_length: float = 0.0
+    logged: dict[str, float] = field(default_factory=dict)
+    """What rewards logged under `reward/`, such as a judge's tokens."""
     groups: list[Group] = field(default_factory=list)
 
 
@@ -79,6 +82,7 @@ async def evaluate(
         collector = Collector.of(config, prepared, policy, rewards)
         seed, state, tasks = derive_seed(config.training.seed, "eval"), TrainerState(0, 0, None), prepared.tasks
         groups: list[Group] = []
+        logged: Logged = []
         ended = 0
 
         def finished(group: Group) -> None:
@@ -90,9 +94,12 @@ async def evaluate(
             batch = tasks[start : start + TASKS_AT_ONCE]
             done = await collector.collect(batch, samples_per_task, seed=seed, state=state, finished=finished)
             groups += done.groups
+            logged += done.logged
     finally:
         await backend.close()
-    return summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
+    report = summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
+    report.logged = held_out(mean_metrics(logged))
+    return report
 
 
 def summarize(

@@ -56,9 +56,10 @@ def rollout_names(rewards: Sequence[Reward], prefix: str = "reward") -> set[str]
     names |= {f"{prefix}/{reward.name}/{what}" for reward in rewards for what in ("mean", "std")}
     lengths = ("completion_length_mean", "completion_length_max", "truncated_fraction", "overlong")
     names |= {f"{where}/{what}" for what in ("failed_fraction", *lengths)}
+    logged = {name for reward in rewards for name in getattr(reward, "logged", None) or ()}
     if prefix == "reward":
-        names |= {name for reward in rewards for name in getattr(reward, "logged", None) or ()}
-    return names
+        return names | logged
+    return names | {f"{prefix}/{name.removeprefix('reward/')}" for name in logged if name.startswith("reward/")}
 
 
 def held_out_names(rewards: Sequence[Reward]) -> set[str]:

@@ -35,7 +35,7 @@ from mrl.loop.schedule_modes import make_scheduler
 from mrl.loop.spawning import ACTOR, make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.loop.task_batch import staleness
 from mrl.mismatch import MismatchWatch
-from mrl.rewards.combine import mean_metrics
+from mrl.rewards.combine import held_out, mean_metrics, plain
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
@@ -178,7 +178,7 @@ class Orchestrator(RecordedRun):
 
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """The epoch, what reward functions logged, and, where generation runs ahead, staleness and counts of groups."""
-        metrics = {"rollout/epoch": taken.batches[0].epoch, **mean_metrics(taken.logged)}
+        metrics = {"rollout/epoch": taken.batches[0].epoch, **plain(mean_metrics(taken.logged))}
         metrics |= self.policy.prefill_metrics()
         if self.config.algorithm.zero_variance_groups == "resample":
             metrics["rollout/resamples"] = float(taken.resamples)
@@ -234,6 +234,7 @@ class Orchestrator(RecordedRun):
         groups = collected.groups
         metrics = rollout_metrics(groups, self.config, prefix="eval")
         self.eval_metrics = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        self.eval_metrics |= held_out(mean_metrics(collected.logged))
         self.eval_metrics["time/eval"] = perf_counter() - start
         self.eval_step = self.step
         self.store.write_eval(self.step, self.eval_metrics, groups)
@@ -284,7 +285,7 @@ class Orchestrator(RecordedRun):
             return await spawn_rollout(self.backend, config, length, index)
 
         self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
-        self.rewards = await spawn_rewards(self.backend, config, self._note)
+        self.rewards = await spawn_rewards(self.backend, config, self._note, self.run_dir)
         self.policy = RolloutPool(
             self.workers,
             prepared.max_model_len,

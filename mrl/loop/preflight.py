@@ -199,6 +199,7 @@ def reward_worker_args(reward: RewardConfig) -> dict[str, Any]:
         "reward_funcs": reward.reward_funcs,
         "reward_weights": reward.reward_weights,
         "reward_timeout": reward.reward_timeout,
+        "reward_processing_classes": reward.reward_processing_classes,
         "sandbox": reward.sandbox,
         "sandbox_options": reward.sandbox_options,
         "sandbox_limits": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from mrl.config import OrchestratorConfig
 from mrl.config.running import type_and_number
 from mrl.errors import ConfigError
 from mrl.models import base_of_adapter, resolve_model
-from mrl.rewards.functions import split_file
+from mrl.rewards import REWARDS
+from mrl.rewards.functions import reward_paths, split_file
+from mrl.rewards.spec import names_model, with_options
+from mrl.store.find import find_run
 
 
 def actor_resources(config: OrchestratorConfig) -> Resources:
@@ -58,10 +62,27 @@ def base_name(config: OrchestratorConfig) -> str:
 
 
 async def rewards_for(backend: Backend, specs: Any) -> Any:
-    """`reward_funcs` as workers need them: `file.py:function` names a file that they can read."""
+    """`reward_funcs` as workers need them: files and folders that they name are ones that workers can read."""
     if isinstance(specs, (list, tuple)):
         return [await rewards_for(backend, spec) for spec in specs]
-    found = split_file(specs) if isinstance(specs, str) else None
-    if found is None or not found[0].is_file():
+    named = with_options(specs)
+    if named is not None:
+        name, options = named
+        paths = [option for option in reward_paths(name) if isinstance(options.get(option), str)]
+        here = {option: path for option in paths if (path := _local(options[option])) is not None}
+        return {await rewards_for(backend, name): options | {k: await backend.put(v) for k, v in here.items()}}
+    if not isinstance(specs, str):
         return specs
-    return f"{await backend.put(found[0])}:{found[1]}"
+    found = split_file(specs)
+    if found is None:
+        folder = None if specs in REWARDS.names() else _local(specs)
+        return specs if folder is None else await backend.put(folder)
+    return f"{await backend.put(found[0])}:{found[1]}" if found[0].is_file() else specs
+
+
+def _local(name: str) -> Path | None:
+    """The file or folder here that a reward's option names; of a run, its newest checkpoint's."""
+    path = os.path.expanduser(name)
+    if os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")):
+        return Path(path)
+    return Path(resolve_model(name)) if names_model(name) and find_run(name.rpartition("@")[0] or name) else None

@@ -35,7 +35,8 @@ async def try_rewards(
     loop: bool = True,
     tell: Callable[[list[str]], None] = lambda names: None,
 ) -> list[str]:
-    """Calls each reward function once with made-up completions of the first text prompt and of the first conversation.
+    """Calls each reward function once with made-up completions of the first text prompt and of the first conversation,
+    and asks what else can be tried, such as a judge, about one made-up completion.
 
     Nothing where `reward_trial` is off: what a function writes, counts or pays for, these calls do too.
     steps: of the run, for `trainer_state`. loop: whether the functions will run on this event loop; if not,
@@ -47,13 +48,11 @@ async def try_rewards(
     """
     if not config.reward.reward_trial:
         return []
-    rewards = [
-        reward
-        for reward in RewardWorker(**reward_worker_args(config.reward)).rewards
-        if isinstance(reward, FunctionReward) and (loop or not reward.asynchronous)
-    ]
-    if rewards:
-        tell([reward.name for reward in rewards])
+    worker = RewardWorker(**reward_worker_args(config.reward))
+    rewards = [r for r in worker.rewards if isinstance(r, FunctionReward) and (loop or not r.asynchronous)]
+    others = [reward for reward in worker.rewards if hasattr(reward, "try_once")]
+    if rewards or others:
+        tell([reward.name for reward in [*rewards, *others]])
     before, notices = random_state(), []
     for reward in rewards:
         for kind in (str, list):
@@ -63,6 +62,12 @@ async def try_rewards(
             notice = await _try_one(reward, task, TrainerState(0, steps, 0.0), before)
             notices += [notice] if notice else []
     set_random_state(before)
+    try:
+        for other in others:
+            notices += await other.try_once(tasks[0])  # type: ignore[attr-defined]
+    finally:
+        if others:
+            await worker.close()
     return notices
 
 

@@ -63,9 +63,12 @@ async def spawn_rollout(
 
 
 async def spawn_rewards(
-    backend: Backend, config: OrchestratorConfig, note: Callable[[str], None] = lambda message: None
+    backend: Backend,
+    config: OrchestratorConfig,
+    note: Callable[[str], None] = lambda message: None,
+    folder: Path | None = None,
 ) -> RewardPool:
-    """The workers that score. note: told of each replacement."""
+    """The workers that score. note: told of each replacement. folder: the run's."""
     from mrl.workers.reward import RewardWorker
 
     args = reward_worker_args(config.reward)
@@ -74,7 +77,10 @@ async def spawn_rewards(
     args["seed"] = None if backend.shares_memory or config.overlap.by_group else config.training.seed
 
     async def spawn(index: int) -> WorkerHandle:
-        return await backend.spawn(RewardWorker, name=f"reward-{index}", resources=reward_resources(), args=args)
+        name = f"reward-{index}"
+        worker = await backend.spawn(RewardWorker, name=name, resources=reward_resources(), args=args)
+        await worker.call("open", None if folder is None else str(folder.absolute()))
+        return worker
 
     workers = [await spawn(index) for index in range(config.runtime.num_reward_workers)]
     return RewardPool(workers, spawn, note, config.runtime.max_worker_restarts)

@@ -37,6 +37,10 @@ class RewardResult:
     """This row's `log_extra` columns."""
 
 
+class Total(float):
+    """A metric that adds up over the parts of a step, where others are averaged: requests, tokens, money."""
+
+
 @dataclass(slots=True)
 class RewardReport:
     """The answer to one batch of requests."""
@@ -44,7 +48,7 @@ class RewardReport:
     results: list[RewardResult]
     """One per request, in order."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Mean of each `log_metric` name."""
+    """Mean of each `log_metric` name, sum of those that are a `Total`."""
 
 
 @dataclass(slots=True)
@@ -71,8 +75,11 @@ class Reward(Protocol):
 
     Optional attributes: `check_columns(columns)`, which raises RewardError when a dataset will not do; `bounded = True`
     when `score` ends by itself, so that `reward_timeout` is not applied to it; `logged`, the names of the metrics it
-    may log (None, or not there: any); `independent = True` when it looks at each rollout by itself, so that groups may
-    be scored as they end.
+    may log (None, or not there: any); `independent = True` when it looks at each rollout, or each group, by itself, so
+    that groups may be scored as they end; `open(folder)`, called on the worker before the first batch, which may take
+    its time (folder: the run's, None where there is none); `close()`, which may be asynchronous; `try_once(task)`,
+    asynchronous, which asks whatever it depends on once before a run and returns notices, or raises RewardError;
+    `recorded()`, what a recipe would say in place of the object.
     """
 
     name: str

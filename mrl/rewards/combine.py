@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from mrl.errors import RewardError
-from mrl.rewards.base import AttributeDict, Reward, RewardReport, RewardRequest, RewardResult, Scores
+from mrl.rewards.base import AttributeDict, Reward, RewardReport, RewardRequest, RewardResult, Scores, Total
 
 
 def check_weights(weights: Sequence[float] | None, rewards: Sequence[Reward]) -> None:
@@ -53,13 +53,31 @@ async def score_rows(
 
 
 def mean_metrics(parts: Iterable[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """What was logged for several parts of a batch, each with its number of rollouts: one mean per name."""
+    """What was logged for several parts of a batch, each with its number of rollouts: one mean, or total, per name."""
     sums: dict[str, tuple[int, float]] = {}
+    totals: dict[str, float] = {}
     for count, metrics in parts:
         for name, value in metrics.items():
+            if isinstance(value, Total):
+                totals[name] = Total(totals.get(name, 0.0) + value)
+                continue
             rollouts, total = sums.get(name, (0, 0.0))
             sums[name] = rollouts + count, total + count * value
-    return {name: total / rollouts for name, (rollouts, total) in sums.items()}
+    return {name: total / rollouts for name, (rollouts, total) in sums.items()} | totals
+
+
+def plain(metrics: dict[str, float]) -> dict[str, float]:
+    """For a record: nothing is joined to them any more."""
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def held_out(metrics: dict[str, float]) -> dict[str, float]:
+    """What rewards logged under `reward/` during an evaluation, under `eval/`."""
+    return {
+        f"eval/{name.removeprefix('reward/')}": value
+        for name, value in plain(metrics).items()
+        if name.startswith("reward/")
+    }
 
 
 async def _score_one(reward: Reward, requests: list[RewardRequest], state: Any, timeout: float | None) -> Scores:
@@ -117,4 +135,8 @@ def _metrics(scores: dict[str, Scores]) -> dict[str, float]:
     for score in scores.values():
         for name, values in score.metrics.items():
             gathered.setdefault(name, []).extend(values)
-    return {name: fmean(values) for name, values in gathered.items() if values}
+    return {
+        name: Total(sum(values)) if isinstance(values[0], Total) else fmean(values)
+        for name, values in gathered.items()
+        if values
+    }

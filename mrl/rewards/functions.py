@@ -12,20 +12,24 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mrl.errors import ConfigError, RewardError
+from mrl.errors import ConfigError, ModelError, RewardError
 from mrl.rewards.base import Reward
 from mrl.rewards.combine import check_weights
 from mrl.rewards.function_reward import FunctionReward
 from mrl.rewards.members import REWARDS
+from mrl.rewards.spec import is_model, names_model, with_options
 from mrl.sandbox.base import Limits, Sandbox
 
-RewardSpec = str | Callable[..., Any] | Reward
-FORMS = "a registered name, 'path/to/file.py:function', 'package.module:function', or a function"
+RewardSpec = str | Mapping[str, Any] | Callable[..., Any] | Reward
+FORMS = (
+    "a registered name, 'path/to/file.py:function', 'package.module:function', a function, a classifier by its folder "
+    "or Hub id (OWNER/NAME), or {name: {option: value}}"
+)
 _SOURCE = "__mrl_source__"
 """In a module that was loaded from a file: what the file held."""
 
@@ -37,17 +41,24 @@ def resolve_rewards(
     sandbox: Callable[[], Sandbox] | None = None,
     limits: Limits | None = None,
     timeout: float | None = 60.0,
+    processing_classes: Any = None,
 ) -> list[Reward]:
     """The rewards that `specs` names; `None` means `["sandbox"]`: code tests, 0 or 1.
 
     weights: checked, one per reward. sandbox: makes the sandbox of rewards that run code; called only when one does.
-    limits: of each program there. timeout: seconds for one call of a reward function. Equal names get the suffixes
-    `_2`, `_3` … Raises RewardError naming the spec and what would work.
+    limits: of each program there. timeout: seconds for one call of a reward function. processing_classes: tokenizers of
+    the models among `specs`, one (or None) per reward. Equal names get the suffixes `_2`, `_3` … Raises RewardError
+    naming the spec and what would work, ConfigError for a reward's own options, ModelError.
     """
     items = ["sandbox"] if specs is None else list(specs) if isinstance(specs, list | tuple) else [specs]
     if not items:
         raise RewardError(f"reward_funcs: the list is empty; give {FORMS}, or leave it out for code tests")
-    rewards = _with_distinct_names([_resolve(spec, sandbox, limits, timeout) for spec in items])
+    tokenizers = _one_each(processing_classes, len(items))
+    rewards = [
+        _resolve(spec, {"sandbox": sandbox, "limits": limits, "tokenizer": tokenizer}, timeout)
+        for spec, tokenizer in zip(items, tokenizers, strict=True)
+    ]
+    rewards = _with_distinct_names(rewards)
     check_weights(weights, rewards)
     return rewards
 
@@ -61,14 +72,34 @@ def check_columns(rewards: list[Reward], columns: Iterable[str]) -> None:
             check(columns)
 
 
-def _resolve(
-    spec: RewardSpec, sandbox: Callable[[], Sandbox] | None, limits: Limits | None, timeout: float | None
-) -> Reward:
+def _one_each(processing_classes: Any, count: int) -> list[Any]:
+    """A tokenizer, or None, per reward."""
+    if processing_classes is None:
+        return [None] * count
+    given = list(processing_classes) if isinstance(processing_classes, list | tuple) else [processing_classes]
+    if len(given) != count:
+        raise RewardError(
+            f"reward_processing_classes: {len(given)} for {count} reward_funcs; give one each, None for those that are "
+            "no models"
+        )
+    return given
+
+
+def _resolve(spec: RewardSpec, made_with: dict[str, Any], timeout: float | None) -> Reward:
+    """made_with: what a class may take, by the name of its parameter."""
+    named = with_options(spec)
+    if named is not None:
+        member = _find(named[0])
+        if not inspect.isclass(member) or not hasattr(member, "score"):
+            raise RewardError(f"reward_funcs: {named[0]!r} takes no options; give the name alone")
+        return _construct(member, named[0], made_with, named[1])
+    if is_model(spec) or (isinstance(spec, str) and spec not in REWARDS.names() and _may_be_model(spec)):
+        return _construct(REWARDS.get("classifier"), "classifier", made_with, {"model": spec})
     member = _find(spec) if isinstance(spec, str) else spec
     if inspect.isclass(member):
         if not hasattr(member, "score"):
             raise RewardError(f"reward_funcs: {_show(spec)} is a class without `score`; give {FORMS}")
-        return _construct(member, spec, sandbox, limits)
+        return _construct(member, _show(spec), made_with, {})
     if hasattr(member, "score") and hasattr(member, "name"):
         return member
     if not callable(member):
@@ -76,19 +107,27 @@ def _resolve(
     return FunctionReward(member, timeout=timeout)
 
 
-def _construct(
-    member: Callable[..., Any], spec: RewardSpec, sandbox: Callable[[], Sandbox] | None, limits: Limits | None
-) -> Reward:
+def _may_be_model(spec: str) -> bool:
+    return ":" not in spec and not spec.endswith(".py") and names_model(spec)
+
+
+def _construct(member: Callable[..., Any], shown: str, made_with: dict[str, Any], options: dict[str, Any]) -> Reward:
     accepted = inspect.signature(member).parameters
-    arguments: dict[str, Any] = {}
-    if "sandbox" in accepted and sandbox is not None:
-        arguments["sandbox"] = sandbox()
-    if "limits" in accepted and limits is not None:
-        arguments["limits"] = limits
+    arguments = {name: value for name, value in made_with.items() if name in accepted and value is not None}
+    if "sandbox" in arguments:
+        arguments["sandbox"] = arguments["sandbox"]()
     try:
-        return member(**arguments)
+        return member(**(arguments | options))
     except TypeError as error:
-        raise RewardError(f"reward_funcs: {_show(spec)} could not be made: {error}") from error
+        raise RewardError(f"reward_funcs: {shown} could not be made: {error}") from error
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"reward_funcs: {shown}: {error}") from None
+
+
+def reward_paths(name: str) -> tuple[str, ...]:
+    """The options of a reward that may name local files."""
+    paths: tuple[str, ...] = getattr(_find(name), "paths", ())
+    return paths
 
 
 def split_file(spec: str) -> tuple[Path, str] | None:

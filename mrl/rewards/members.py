@@ -8,6 +8,8 @@ REWARDS: Registry[Any] = Registry(
     "rewards",
     "reward_funcs",
     {
+        "classifier": "mrl.rewards.classifier:Classifier",
+        "judge": "mrl.rewards.judge:Judge",
         "sandbox": "mrl.rewards.code:CodeReward",
         "sandbox_partial": "mrl.rewards.code:PartialCodeReward",
         "math_verify": "mrl.rewards.math_verify:MathVerifyReward",
@@ -16,4 +18,4 @@ REWARDS: Registry[Any] = Registry(
     },
 )
 """Rewards by name. A member is a reward function, a `Reward`, or a class of one; a class is called with those of
-`sandbox` and `limits` that it accepts."""
+`sandbox`, `limits` and `tokenizer` that it accepts, and the options it was given."""

@@ -107,7 +107,7 @@ MODEL_AND_DATA: Meanings = {
 }
 
 REWARDS: Meanings = {
-    **by_mrl("reward_funcs reward_timeout reward_trial", ONLINE),
+    **by_mrl("reward_funcs reward_timeout reward_trial reward_processing_classes", ONLINE),
     **by_mrl("sandbox sandbox_options sandbox_timeout sandbox_memory_mb", ONLINE),
     **becomes("reward_weights", ONLINE, reward_weights=left_alone),
     **nothing("soft_punish_cache overlong_penalty length_penalty", "TRL has it as a reward function: trl.rewards"),

@@ -16,6 +16,7 @@ from mrl.experience.failures import check_failures
 from mrl.experience.metrics import rollout_metrics
 from mrl.loop.checkpointing import best_so_far
 from mrl.rewards.base import RewardRequest
+from mrl.rewards.combine import mean_metrics, plain
 from mrl.simple.data import TASK
 from mrl.simple.metrics import METRICS, RECORDED_ELSEWHERE
 from mrl.simple.trainers import TrainerSpec
@@ -75,7 +76,7 @@ class Recorder(TrainerCallback):
             attempt = attempts[number] = attempts.get(number, -1) + 1
             rollouts.append(self._rollout(self.tasks[number], attempt, completion, list(ids)))
         requests = [
-            RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, self.tasks[number].columns)
+            RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, self.tasks[number].columns, r.task_id)
             for number, r in zip(numbers, rollouts, strict=True)
         ]
         self._keep(numbers, rollouts)
@@ -180,8 +181,7 @@ class Recorder(TrainerCallback):
         if not self.updates_logged and not self.groups:
             return
         metrics: dict[str, float] = {"rollout/epoch": self.epoch}
-        logged = [report for report in self.logged if report]
-        metrics |= {name: fmean(r[name] for r in logged if name in r) for name in {n for r in logged for n in r}}
+        metrics |= plain(mean_metrics((1, report) for report in self.logged))
         if self.groups:
             metrics |= rollout_metrics(self.groups, self.config)
         metrics |= self._trained()

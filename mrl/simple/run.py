@@ -132,7 +132,7 @@ class SimpleRun(RecordedRun):
         rewards = reward_worker_args(config.reward) if self.prepared.spec.online else None
         if rewards is not None:
             rewards["reward_funcs"] = await rewards_for(self.backend, rewards["reward_funcs"])
-        objects = ("train_dataset", "eval_dataset", "reward_funcs")
+        objects = ("train_dataset", "eval_dataset", "reward_funcs", "reward_processing_classes")
         worker = await self.backend.spawn(
             SimpleWorker,
             name=self.trains,

@@ -98,11 +98,14 @@ class SimpleWorker:
         model = (load_classifier if spec.classifier else load_model)(config.model).train()
         model.name_or_path = self.base_name or model.name_or_path
         eos_ids = _eos_ids(model, tokenizer)
+        rewards = RewardWorker(**self.rewards) if self.rewards is not None else None
+        if rewards is not None:
+            rewards.open(str(self.folder.absolute()))
         self.recorder = Recorder(
             config,
             spec,
             [*self.tasks, *self.eval_tasks],
-            RewardWorker(**self.rewards) if self.rewards is not None else None,
+            rewards,
             encoder,
             eos_ids,
             self.updates,

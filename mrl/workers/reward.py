@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import math
 import random
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError
@@ -31,12 +33,14 @@ class RewardWorker:
         sandbox_limits: dict[str, Any] | None = None,
         sandbox_options: dict[str, Any] | None = None,
         seed: int | None = None,
+        reward_processing_classes: Any = None,
     ) -> None:
         """reward_funcs: see `resolve_rewards`. reward_weights: one per reward, for a weighted sum instead of the mean.
         reward_timeout: seconds for one call of a reward function. sandbox: its name, or what makes one.
         sandbox_limits: fields of `Limits` by name. sandbox_options: arguments of the named sandbox. seed: of what
         functions draw from Python's and numpy's random numbers, for a worker in a process of its own: the same rollouts
-        get the same draws from any of them. Raises RewardError and ConfigError.
+        get the same draws from any of them. reward_processing_classes: tokenizers of models among the rewards. Raises
+        RewardError, ConfigError and ModelError.
         """
         if reward_timeout is not None and not reward_timeout > 0:
             raise ConfigError(f"reward_timeout: {reward_timeout} is not a number of seconds above 0")
@@ -48,10 +52,19 @@ class RewardWorker:
             sandbox=self._get_sandbox,
             limits=make_limits(sandbox_limits),
             timeout=reward_timeout,
+            processing_classes=reward_processing_classes,
         )
         self._weights, self._timeout, self._seed = reward_weights, reward_timeout, seed
         self._random_lock = asyncio.Lock()
         """With a seed, one call at a time: the generators are those of the whole process."""
+
+    def open(self, folder: str | None) -> None:
+        """Have the rewards get ready: models are loaded, caches opened. folder: the run's; one that is not on this
+        machine counts as none. Raises ModelError and RewardError."""
+        here = Path(folder) if folder is not None and Path(folder).is_dir() else None
+        for reward in self.rewards:
+            if get_ready := getattr(reward, "open", None):
+                get_ready(here)
 
     def check_rows(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
         """rows: task id and columns. Raises DataError naming the first task that a reward cannot score."""
@@ -80,7 +93,9 @@ class RewardWorker:
         """End the sandbox, and whatever it runs, and rewards that hold something."""
         for reward in self.rewards:
             if close := getattr(reward, "close", None):
-                close()
+                closing = close()
+                if inspect.isawaitable(closing):
+                    await closing
         if self._sandbox is not None:
             await self._sandbox.close()
 
