@@ -22,7 +22,6 @@ from mrl.config.simple import SimpleConfig
 from mrl.config.training import TrainingConfig
 from mrl.errors import ConfigError
 
-
 EACH = ("reward_funcs",)
 """Options that are lists of names, mappings and objects; other lists of mappings are datasets."""
 
@@ -199,10 +198,9 @@ def _plain(value: Any, each: bool = False) -> Any:
         return value
     if callable(recorded := getattr(value, "recorded", None)) and not isinstance(value, type):  # a reward's object
         return recorded()
-    if isinstance(value, (list, tuple)) and (
-        each or all(isinstance(v, (str, int, float)) or callable(v) for v in value)
-    ):
-        return [_plain(v) for v in value]
+    items = value if isinstance(value, (list, tuple)) else None
+    if items is not None and (each or all(isinstance(v, (str, int, float)) or callable(v) for v in items)):
+        return [_plain(v) for v in items]
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if callable(value):

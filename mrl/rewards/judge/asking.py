@@ -50,6 +50,7 @@ class Asker:
         self.options, self.endpoint, self.cache = options, endpoint, cache
         self.structured = options.structured
         """Whether the endpoint takes schemas, as far as is known."""
+        self._places = asyncio.Semaphore(options.concurrency)
         self._asked: dict[str, asyncio.Task[Verdict]] = {}
 
     async def verdict(
@@ -102,6 +103,10 @@ class Asker:
         return verdict
 
     async def _complete(self, messages: list[Message], schema: dict[str, Any] | None, tally: Tally) -> Answer:
+        async with self._places:  # what others have found out meanwhile counts
+            return await self._complete_now(messages, schema, tally)
+
+    async def _complete_now(self, messages: list[Message], schema: dict[str, Any] | None, tally: Tally) -> Answer:
         body = self._body(messages)
         if schema is not None and self.structured:
             format_ = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint: so many requests at a time, each until it is answered or clear that it will not be."""
+"""An OpenAI-compatible endpoint: a request is sent until it is answered, or clear that it will not be."""
 
 from __future__ import annotations
 
@@ -50,14 +50,13 @@ class Answer:
 class Endpoint:
     """Speaks to one server, from one event loop."""
 
-    def __init__(self, url: str, key: str | None, *, concurrency: int, timeout: float, retries: int) -> None:
+    def __init__(self, url: str, key: str | None, *, timeout: float, retries: int) -> None:
         """url: up to `/v1`. key: sent as a bearer token; it is in no message. timeout: seconds for one try."""
         self.url, self._key, self._timeout, self._retries = url, key, timeout, retries
-        self._places = asyncio.Semaphore(concurrency)
         self._client = httpx.AsyncClient(
             headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
             timeout=None,  # `timeout` is for the whole answer, not for its next byte
-            limits=httpx.Limits(max_connections=concurrency),
+            limits=httpx.Limits(max_connections=None),  # who asks has a limit
         )
         self._jitter = random.Random()  # not the process's, whose draws belong to reward functions
         self._down = False
@@ -66,23 +65,22 @@ class Endpoint:
 
     async def ask(self, body: dict[str, Any]) -> Answer:
         """Send a chat completion. Raises NoAnswer."""
-        async with self._places:
-            retries = 0
-            while True:
-                try:
-                    answer = await self._try(body, retries)
-                except _Trouble as trouble:
-                    wait = self._wait(retries, trouble.retry_after)
-                    if not trouble.passing or self._down or retries >= self._retries or wait > LONGEST_WAIT:
-                        self._down = self._down or trouble.passing
-                        tries = f" ({retries + 1} tries)" if retries else ""
-                        message = f"{self.url} {trouble}{tries}"
-                        raise NoAnswer(message, retries=retries, status=trouble.status) from None
-                    retries += 1
-                    await asyncio.sleep(wait)
-                else:
-                    self._down = False
-                    return answer
+        retries = 0
+        while True:
+            try:
+                answer = await self._try(body, retries)
+            except _Trouble as trouble:
+                wait = self._wait(retries, trouble.retry_after)
+                if not trouble.passing or self._down or retries >= self._retries or wait > LONGEST_WAIT:
+                    self._down = self._down or trouble.passing
+                    tries = f" ({retries + 1} tries)" if retries else ""
+                    message = f"{self.url} {trouble}{tries}"
+                    raise NoAnswer(message, retries=retries, status=trouble.status) from None
+                retries += 1
+                await asyncio.sleep(wait)
+            else:
+                self._down = False
+                return answer
 
     async def close(self) -> None:
         """End its connections."""

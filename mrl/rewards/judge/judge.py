@@ -217,9 +217,7 @@ class Judge(JudgeOptions):
         """For the running event loop."""
         loop = asyncio.get_running_loop()
         if self._asker is None or self._loop is not loop:
-            endpoint = Endpoint(
-                self.base_url, self._key(), concurrency=self.concurrency, timeout=self.timeout, retries=self.retries
-            )
+            endpoint = Endpoint(self.base_url, self._key(), timeout=self.timeout, retries=self.retries)
             self._asker, self._loop = Asker(self, endpoint, self._opened_cache()), loop
         return self._asker
 
