@@ -85,6 +85,12 @@ def test_custom_loss(folder: Path, capsys: Output) -> None:
 
 
 @pytest.mark.slow
+def test_judge(folder: Path, capsys: Output) -> None:
+    out = script("examples/judge.py", capsys, "--max-steps", "2")
+    assert "prompt tokens, $0.0" in out
+
+
+@pytest.mark.slow
 def test_tasks_with_test_cases(folder: Path, capsys: Output) -> None:
     out = mrl(capsys, "eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json")
     report = json.loads(out)

@@ -42,7 +42,7 @@ def metric(scores: Scores, name: str) -> float:
     return value
 
 
-# --- what is asked, and what it comes to -------------------------------------------------------------------------------
+# --- what is asked, and what it comes to ------------------------------------------------------------------------------
 
 
 def test_scores_reasons_tokens_and_cost(server: JudgeServer) -> None:
@@ -174,7 +174,7 @@ def test_the_completion_cannot_close_its_tag(server: JudgeServer) -> None:
     assert tag not in server.bodies[1]["messages"][0]["content"]
 
 
-# --- groups ------------------------------------------------------------------------------------------------------------
+# --- groups -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_order_becomes_shares_of_the_group(server: JudgeServer) -> None:
@@ -231,7 +231,7 @@ def test_labels() -> None:
     assert [_label(k) for k in (0, 25, 26, 27, 51, 52, 701, 702)] == ["A", "Z", "AA", "AB", "AZ", "BA", "ZZ", "AAA"]
 
 
-# --- what is kept ------------------------------------------------------------------------------------------------------
+# --- what is kept -----------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_kept_by_content(server: JudgeServer, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_the_same_at_the_same_time_is_asked_once(server: JudgeServer) -> None:
 
 def test_a_file_that_is_no_cache_is_refused(server: JudgeServer, tmp_path: Path) -> None:
     (tmp_path / "c.db").write_text("something else, which is long enough to be looked at" * 100)
-    with pytest.raises(RewardError, match="c.db cannot be used"):
+    with pytest.raises(RewardError, match=r"c\.db cannot be used"):
         Judge(**server.options(cache=str(tmp_path / "c.db"))).open(None)
 
 
@@ -290,7 +290,7 @@ def test_max_cost_ends_asking_also_in_a_resumed_run(server: JudgeServer, tmp_pat
     assert scores.values == [0.1, None]
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------------------
+# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 def test_what_passes_is_tried_again(server: JudgeServer) -> None:
@@ -405,7 +405,7 @@ def test_a_run_that_is_stopped_keeps_what_was_paid_for(server: JudgeServer, tmp_
     assert len(server.bodies) == 1
 
 
-# --- how it is given ---------------------------------------------------------------------------------------------------
+# --- how it is given --------------------------------------------------------------------------------------------------
 
 
 def test_forms(server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,13 +464,13 @@ def test_options_that_will_not_do(server: JudgeServer, changes: dict[str, Any], 
 
 
 def test_what_is_missing() -> None:
-    with pytest.raises(ConfigError, match="judge needs model and base_url and rubric, as in {judge: {model"):
+    with pytest.raises(ConfigError, match=r"judge needs model and base_url and rubric, as in {judge: {model"):
         resolve_rewards("judge")
     with pytest.raises(RewardError, match="takes no options"):
         resolve_rewards({"json:loads": {"a": 1}})
     with pytest.raises(RewardError, match="cannot be read"):
         resolve_rewards("nowhere.yaml")
-    with pytest.raises(RewardError, match="as in {judge"):
+    with pytest.raises(RewardError, match=r"as in {judge"):
         resolve_rewards({"judge": {}, "sandbox": {}})
 
 
@@ -483,7 +483,7 @@ def test_names_in_the_rubric_are_columns(server: JudgeServer) -> None:
         worker.check_columns(["x"])
 
 
-# --- before a run ------------------------------------------------------------------------------------------------------
+# --- before a run -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groupwise", [None, "order"])
