@@ -25,7 +25,7 @@ CRITERIA = {"code": {"about": "Is it Python code that defines a function?", "wei
 class StandIn(BaseHTTPRequestHandler):
     """No model: `code` for a `def`, `short` by the number of words."""
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         answer = request["messages"][1]["content"].partition("Judge this answer to it:")[2]
         scores = {"code": 10 if "def " in answer else 0, "short": max(0, 10 - len(answer.split()) // 4)}

@@ -51,7 +51,9 @@ class Inherited:
     def missing_files(self) -> list[str]:
         """Its tasks' and rewards' files that are not here: the record names them as the command line did."""
         functions, dataset = self.options.get("reward_funcs") or [], self.options.get("dataset_name") or ""
-        files = [name.rpartition(":")[0] for name in _listed(functions) if isinstance(name, str) and ".py:" in name]
+        names = [name for name in _listed(functions) if isinstance(name, str)]
+        files = [name.rpartition(":")[0] for name in names if ".py:" in name]
+        files += [name for name in names if name.endswith((".yaml", ".yml"))]
         files += [dataset] if Path(dataset).suffix in (*BUILDERS, ".gz") else []
         return [name for name in files if not Path(name).expanduser().exists()]
 
