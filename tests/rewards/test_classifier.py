@@ -35,7 +35,7 @@ def build(folder: Path, tokenizer: Any, **changes: Any) -> str:
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = Qwen2Config(vocab_size=len(tokenizer), num_labels=1, **(sizes | heads | changes))
+    config = Qwen2Config(vocab_size=len(tokenizer), **({"num_labels": 1} | sizes | heads | changes))
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -79,6 +79,7 @@ def test_it_is_the_logit_at_the_last_token(scorer: str, tokenizer: Any) -> None:
     assert score(reward, CHATS).values == pytest.approx([float(by_hand(scorer, text)) for text in said], abs=1e-6)
 
 
+@pytest.mark.slow  # it imports TRL's trainer
 @pytest.mark.parametrize("pairs", [TEXTS, CHATS], ids=["text", "chat"])
 def test_it_agrees_with_trl(scorer: str, pairs: list[Any]) -> None:
     """With its `_calculate_rewards`, on a trainer that has only what that reads."""
@@ -88,11 +89,11 @@ def test_it_agrees_with_trl(scorer: str, pairs: list[Any]) -> None:
     own = AutoTokenizer.from_pretrained(scorer)
     model.config.pad_token_id = own.pad_token_id
     trainer = object.__new__(GRPOTrainer)
-    trainer.accelerator = SimpleNamespace(device=torch.device("cpu"))
-    trainer.args = SimpleNamespace(past_index=-1, report_to=[], device=torch.device("cpu"))
+    trainer.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    trainer.args = SimpleNamespace(report_to=[])
     trainer.reward_funcs, trainer.reward_processing_classes, trainer.reward_func_names = [model], [own], ["m"]
-    trainer.chat_template_kwargs, trainer.environments, trainer.state = {}, None, None
-    trainer._prepare_inputs = lambda inputs: inputs  # type: ignore[method-assign]
+    trainer.chat_template_kwargs, trainer.environments = {}, None
+    trainer.state = SimpleNamespace(global_step=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.Trainer._prepare_inputs", lambda self, inputs: inputs)
         patch.setattr("trl.trainer.grpo_trainer.gather", lambda tensor: tensor)
@@ -141,7 +142,7 @@ def test_a_loaded_model_with_a_tokenizer_of_its_own(scorer: str, tokenizer: Any,
 
 
 def test_several_labels_need_a_choice(tokenizer: Any, tmp_path: Path) -> None:
-    folder = build(tmp_path / "mood", tokenizer, id2label={0: "BAD", 1: "GOOD", 2: "ODD"}, num_labels=3)
+    folder = build(tmp_path / "mood", tokenizer, num_labels=3, id2label={0: "BAD", 1: "GOOD", 2: "ODD"})
     with pytest.raises(ConfigError, match=r"classifier: label: the model has 3 outputs \(BAD, GOOD, ODD\)"):
         resolve_rewards(folder)
     with pytest.raises(ConfigError, match="'FINE' is none of"):
