@@ -64,7 +64,7 @@ async def try_rewards(
     set_random_state(before)
     try:
         for other in others:
-            notices += await other.try_once(tasks[0])  # type: ignore[attr-defined]
+            notices += await other.try_once(tasks[0])
     finally:
         if others:
             await worker.close()

@@ -60,8 +60,9 @@ class Classifier:
         if batch_tokens < 1 or (max_length is not None and max_length < 1):
             raise ConfigError("batch_tokens and max_length are numbers of tokens, 1 or more")
         self._given = model
-        self._options = {"label": label, "device": device, "dtype": dtype, "revision": revision}
-        self._options |= {"trust_remote_code": trust_remote_code, "max_length": max_length, "truncate": truncate}
+        self._recorded: dict[str, Any] = {"label": label, "device": device, "dtype": dtype, "revision": revision}
+        self._recorded |= {"trust_remote_code": trust_remote_code, "max_length": max_length, "truncate": truncate}
+        self._dtype, self._max_length, self._truncate = dtype, max_length, truncate
         self._tokenizer = tokenizer
         self._batch_tokens = batch_tokens
         if isinstance(model, str):
@@ -80,7 +81,7 @@ class Classifier:
     def open(self, folder: Path | None) -> None:
         """Load the model. Raises ModelError."""
         if self._model is None:
-            self._model, own = load_scorer(self._source, self._options["dtype"])
+            self._model, own = load_scorer(self._source, self._dtype)
             self._tokenizer = self._tokenizer or own
         elif self._tokenizer is None:
             self._tokenizer = _own_tokenizer(self._model)
@@ -94,7 +95,7 @@ class Classifier:
         self._model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         self._model.eval()
         made_for = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
-        self._limit = self._options["max_length"] or min(made_for, tokenizer.model_max_length)
+        self._limit = int(self._max_length or min(made_for, tokenizer.model_max_length))
 
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:
         """Every completion's logit, or probability. What is too long is an error of its row."""
@@ -105,7 +106,7 @@ class Classifier:
         if not isinstance(self._given, str):
             return f"<{type(self._given).__name__} {self.name}>"
         defaults = {"device": "auto", "dtype": "auto", "trust_remote_code": False}
-        changed = {name: value for name, value in self._options.items() if value != defaults.get(name)}
+        changed = {name: value for name, value in self._recorded.items() if value != defaults.get(name)}
         return {"classifier": {"model": self._given, "name": self.name, **changed}}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,8 +148,8 @@ class Classifier:
             return None
         encoded = {name: list(ids) for name, ids in self._tokenizer(text, add_special_tokens=False).items()}
         length = len(encoded["input_ids"])
-        if length > self._limit and self._options["truncate"] is not None:
-            kept = slice(-self._limit, None) if self._options["truncate"] == "left" else slice(0, self._limit)
+        if length > self._limit and self._truncate is not None:
+            kept = slice(-self._limit, None) if self._truncate == "left" else slice(0, self._limit)
             return {name: ids[kept] for name, ids in encoded.items()}
         if length == 0 or length > self._limit:
             problem = "prompt and completion are empty" if length == 0 else f"{length} tokens, it takes {self._limit}"

@@ -76,7 +76,8 @@ def test_a_resumed_run_needs_no_object_and_asks_nothing_twice(
     assert small_runs.same_weights(whole, part)
     asked = len(server.bodies)
     with pytest.raises(ConfigError, match="reward_funcs"):
-        MRLTrainer(resume=str(part), train_dataset=small_runs.TASKS, max_steps=4, reward_funcs="math_verify").train()
+        other = {"judge": server.options(rubric="Shorter is better.")}
+        MRLTrainer(resume=str(part), train_dataset=small_runs.TASKS, max_steps=4, reward_funcs=[other]).train()
     server.respond = lambda body, number: error(500, "gone")
     assert replay(part, 2, "cpu").metrics  # nobody is asked
     assert len(server.bodies) == asked
@@ -147,7 +148,7 @@ def test_simple_mode_and_evaluation(
     said = capsys.readouterr()
     assert not ended.value.code, said.err
     report = json.loads(said.out)
-    assert report["logged"]["eval/judge/requests"] == len(server.bodies) - asked - 1  # less the trial's
+    assert report["logged"]["eval/judge/requests"] == len(server.bodies) - asked
     assert report["logged"]["eval/judge/cost"] > 0
 
 
