@@ -75,8 +75,8 @@ def test_a_resumed_run_needs_no_object_and_asks_nothing_twice(
     assert small_runs.record_of(whole, reward)["rollouts"] == small_runs.record_of(part, reward)["rollouts"]
     assert small_runs.same_weights(whole, part)
     asked = len(server.bodies)
+    other = {"judge": server.options(rubric="Shorter is better.")}
     with pytest.raises(ConfigError, match="reward_funcs"):
-        other = {"judge": server.options(rubric="Shorter is better.")}
         MRLTrainer(resume=str(part), train_dataset=small_runs.TASKS, max_steps=4, reward_funcs=[other]).train()
     server.respond = lambda body, number: error(500, "gone")
     assert replay(part, 2, "cpu").metrics  # nobody is asked
