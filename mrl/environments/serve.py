@@ -30,6 +30,7 @@ def serve(make: Callable[[], Any], name: str, *, host: str, port: int, max_sessi
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((host, port))
+            listening.listen(128)  # from here on clients may come
         except OSError as error:
             raise ConfigError(f"port: {host}:{port} cannot be listened on: {error}; give another one") from error
         print(f"{name} is served at http://{host}:{listening.getsockname()[1]}", flush=True)

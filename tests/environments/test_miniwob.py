@@ -83,7 +83,7 @@ ORACLES: dict[str, Callable[[str, str], list[str]]] = {
 
 @pytest.mark.parametrize("task", ORACLES)
 def test_an_oracle_solves_it(web: MiniWoB, task: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         web.reset(seed=seed, task=task)
         for action in ORACLES[task](web.goal, web.page):
             assert not web.done, action
@@ -102,8 +102,10 @@ def test_doing_nothing_is_worth_nothing(web: MiniWoB) -> None:
     assert (web.done, web.get_reward()) == (True, 0.0)
     with pytest.raises(ValueError, match="over"):
         web.act("noop(0)")
-    web.reset(seed=1, task="click-button", seconds=0.3)
-    web.act("noop(600)")
+    web.reset(seed=1, task="click-button", seconds=1.5)
+    web.act("noop()")
+    assert not web.done
+    web.act("noop(wait_ms=1000)")
     assert (web.done, web.get_reward()) == (True, -1.0)
 
 
@@ -114,7 +116,7 @@ def test_the_wrong_button_is_worth_less(web: MiniWoB) -> None:
     assert (web.done, web.get_reward()) == (True, -1.0)
 
 
-@pytest.mark.parametrize("task", ["click-button", "click-shape", "email-inbox", "book-flight", "click-pie"])
+@pytest.mark.parametrize("task", ["click-button", "order-food", "click-pie", "chase-circle"])
 def test_a_seed_is_one_page(web: MiniWoB, task: str) -> None:
     with MiniWoB(task) as other:
         seen = [web.reset(seed=seed, task=task) for seed in (1, 2, 1)]

@@ -6,7 +6,6 @@ An action is one call. It is parsed, never executed: a name of this table and co
 from __future__ import annotations
 
 import ast
-import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable
@@ -20,7 +19,13 @@ LONGEST = 10_000
 PATIENCE = 1000.0
 """Milliseconds for an element to become what can be clicked."""
 
-Action = Callable[["Page"], Awaitable[None]]
+MOMENT = 500.0
+"""Milliseconds that pass in the page with an action."""
+
+LONGEST_WAIT = 60_000.0
+
+Action = Callable[["Page"], Awaitable[float | None]]
+"""Does it. Returns how long it takes in the page, where that is not a moment."""
 
 
 def parse(text: str) -> Action:
@@ -126,8 +131,8 @@ async def keyboard_press(page: Page, key: str) -> None:
     await page.keyboard.press(key)
 
 
-async def noop(page: Page, wait_ms: float = 500) -> None:
-    await asyncio.sleep(min(max(wait_ms, 0), 5000) / 1000)
+async def noop(page: Page, wait_ms: float = MOMENT) -> float:
+    return min(max(wait_ms, 0.0), LONGEST_WAIT)
 
 
 def _one_of(value: str, *known: str) -> Any:
@@ -136,7 +141,7 @@ def _one_of(value: str, *known: str) -> Any:
     return value
 
 
-ACTIONS: dict[str, Callable[..., Awaitable[None]]] = {
+ACTIONS: dict[str, Callable[..., Awaitable[float | None]]] = {
     action.__name__: action
     for action in (
         *(click, dblclick, hover, focus, fill, clear, press, select_option, drag_and_drop, scroll),

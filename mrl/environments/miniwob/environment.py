@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mrl.environments.base import playing, rows, seeded, setting
-from mrl.environments.miniwob.actions import ACTIONS, parse, signature
+from mrl.environments.miniwob.actions import ACTIONS, MOMENT, parse, signature
 from mrl.environments.miniwob.browser import Browser, find_chromium, shared
 from mrl.errors import DataError, EnvError
 
@@ -44,7 +44,8 @@ class MiniWoB:
         chromium: str | None = None,
     ) -> None:
         """task: e.g. click-button, enter-text, login-user. max_actions: after which it is over. seconds: the same by
-        the page's clock, with the reward -1; None = it does not run. screenshots: kept in `screenshot`, as base64 of a
+        the page's clock, with the reward -1; None = never. That clock goes on by half a second with each action, and
+        with `noop` as it says, however long the policy takes. screenshots: kept in `screenshot`, as base64 of a
         PNG, 160 by 210 pixels. chromium: its path, default the one that is found."""
         self.settings = (task, max_actions, seconds)
         self.screenshots, self.chromium = screenshots, chromium
@@ -70,7 +71,7 @@ class MiniWoB:
         self.done, self.reward, self.failure = False, 0.0, ""
         if self._session is None or self._session.broken:
             self._session = _Session(shared(find_chromium(self.chromium), _pages()))
-        clock = NEVER if self.seconds is None else int(self.seconds * 1000)
+        clock = NEVER if self.seconds is None else int(MOMENT + self.seconds * 1000)
         self._take(self._session.begin(name, number, clock, self.screenshots))
         actions = ", ".join(map(signature, ACTIONS))
         return f"\n{self.goal}\n\nActions: {actions}.\nThe page:\n{self.page}"
@@ -166,9 +167,8 @@ class _Session:
                 self.context.on("page", lambda other: other.close())  # what a page opens besides itself
             assert self.page is not None
             await self.page.goto(f"{self.browser.url}/miniwob/{task}.html", wait_until="load")
-            await self.page.wait_for_function("window.core && core.cover_div")
             await self.page.evaluate("([seed, clock]) => mrlBegin(seed, clock)", [seed % 2**53, clock])
-            return await self._look(screenshot)
+            return await self._look(MOMENT, screenshot)
 
         return self._working(work, BEGIN_SECONDS)
 
@@ -177,19 +177,21 @@ class _Session:
         from playwright.async_api import Error
 
         async def work() -> dict[str, Any]:
-            error = ""
+            error, passes = "", None
             try:
-                await action(self.page)
+                passes = await action(self.page)
             except (Error, ValueError) as failed:  # whether it is the browser that failed shows in the next line
                 error = str(failed).split("\nCall log")[0].splitlines()[0]
-            seen = await self._look(screenshot)
+            seen = await self._look(MOMENT if passes is None else passes, screenshot)
             return seen | {"error": error} if error else seen
 
         return self._working(work, ACT_SECONDS)
 
-    async def _look(self, screenshot: bool) -> dict[str, Any]:
+    async def _look(self, passes: float, screenshot: bool) -> dict[str, Any]:
         assert self.page is not None
-        seen: dict[str, Any] = await self.page.evaluate("() => window.mrlLook ? mrlLook() : {left: true}")
+        seen: dict[str, Any] = await self.page.evaluate(
+            "passes => window.mrlLook ? mrlLook(passes) : {left: true}", passes
+        )
         if screenshot:
             seen["screenshot"] = base64.b64encode(await self.page.screenshot(clip=SCREEN)).decode()  # type: ignore[arg-type]
         return seen

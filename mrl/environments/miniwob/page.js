@@ -1,6 +1,57 @@
-// What an environment does in a page of MiniWoB++: `mrlBegin` starts an episode, `mrlLook` writes down what there is.
+// What an environment does in a page of MiniWoB++: `mrlBegin` starts an episode, `mrlLook` lets time pass and writes down
+// what there is. It runs before the page's own scripts.
 (() => {
-  // Scripts draw while the page loads, before the episode's seed is set: from here, the same each time.
+  // --- time passes only when it is told to, so that nothing depends on how fast the machine is
+  const sleep = window.setTimeout.bind(window);
+  const RealDate = Date;
+  const BEGINNING = RealDate.UTC(2020, 0, 1, 12);
+  const FRAME = 16;
+  const MOST_CALLS = 20000;
+  const timers = new Map();
+  let now = 0;
+  let made = 0;
+
+  function later(call, milliseconds, every, given) {
+    if (typeof call !== "function") call = new Function(call);
+    timers.set(++made, { at: now + Math.max(1, Number(milliseconds) || 0), call, every, given });
+    return made;
+  }
+
+  function advance(milliseconds) {
+    const end = now + milliseconds;
+    for (let calls = 0; calls < MOST_CALLS; calls++) {
+      let next = null;
+      for (const [id, timer] of timers) if (timer.at <= end && (!next || timer.at < next[1].at)) next = [id, timer];
+      if (!next) break;
+      const [id, timer] = next;
+      now = timer.at;
+      if (timer.every) timer.at += timer.every;
+      else timers.delete(id);
+      try {
+        timer.call.apply(window, timer.given);
+      } catch (error) {
+        console.error(error);
+      }
+    }
+    now = end;
+  }
+
+  const forget = (id) => void timers.delete(id);
+  window.setTimeout = (call, milliseconds, ...given) => later(call, milliseconds, 0, given);
+  window.setInterval = (call, milliseconds, ...given) => later(call, milliseconds, Math.max(1, milliseconds || 0), given);
+  window.requestAnimationFrame = (call) => later(() => call(now), FRAME, 0, []);
+  window.clearTimeout = window.clearInterval = window.cancelAnimationFrame = forget;
+  performance.now = () => now;
+  window.Date = class extends RealDate {
+    constructor(...given) {
+      super(...(given.length ? given : [BEGINNING + now]));
+    }
+    static now() {
+      return BEGINNING + now;
+    }
+  };
+
+  // --- scripts draw while the page loads, before the episode's seed is set: from here, the same each time
   let state = 1;
   Math.random = () => {
     state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
@@ -21,17 +72,25 @@
 
   // Resolves when the task is there. milliseconds: after which the page itself ends the episode, with -1.
   window.mrlBegin = async (seed, milliseconds) => {
+    while (!core.cover_div) await new Promise((done) => sleep(done, 10));
     Math.seedrandom(seed);
     if (core.setDataMode) core.setDataMode("train");
     core.EPISODE_MAX_TIME = milliseconds;
     core.startEpisodeReal();
-    while (!WOB_TASK_READY) await new Promise((done) => setTimeout(done, 20));
+    while (!WOB_TASK_READY) {
+      advance(FRAME);
+      await new Promise((done) => sleep(done, 10));
+    }
     episode = true;
   };
 
-  // goal, text, done, reward, reason; `left` when this is not the page in which the episode began.
-  window.mrlLook = () => {
+  // goal, text, done, reward after so many milliseconds; `left` when this is not the page in which the episode began.
+  window.mrlLook = async (milliseconds) => {
     if (!episode) return { left: true };
+    advance(milliseconds);
+    // What loads takes the machine's time: an image that is not there yet has no size.
+    const images = [...document.images].filter((image) => !image.complete);
+    await Promise.race([Promise.allSettled(images.map((image) => image.decode())), new Promise((done) => sleep(done, 3000))]);
     const asked = core.getUtterance();
     const lines = [];
     if (!WOB_DONE_GLOBAL) for (const child of document.body.children) write(child, lines);
@@ -41,7 +100,6 @@
       text: lines.join("\n"),
       done: WOB_DONE_GLOBAL,
       reward: WOB_RAW_REWARD_GLOBAL,
-      reason: WOB_REWARD_REASON,
     };
   };
 
