@@ -59,14 +59,15 @@ class Browser:
         """A session of its own: nothing is shared with others but the process. Raises EnvError when it cannot start."""
         from playwright.async_api import Error
 
-        for last in (False, True):
+        for _ in range(2):
             chromium = await self._running()
             try:
-                return await chromium.new_context(viewport={"width": 500, "height": 320}, accept_downloads=False)
+                return await chromium.new_context(
+                    viewport={"width": 500, "height": 320}, locale="en-US", timezone_id="UTC", accept_downloads=False
+                )
             except Error as error:  # it may have died just now
-                if last:
-                    raise EnvError(f"{self.executable}: {error}") from error
-        raise AssertionError
+                reason = error
+        raise EnvError(f"{self.executable}: {reason}") from reason
 
     def give_back(self, session: BrowserContext) -> None:
         """End a session, some time soon: a garbage collection may ask for it."""

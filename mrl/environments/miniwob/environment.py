@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib.util
 import weakref
 from functools import cache
@@ -69,10 +70,8 @@ class MiniWoB:
             raise DataError(f"miniwob: there is no task {name!r} (there are {', '.join(task_names())})")
         number = seeded(seed, "")
         self.done, self.reward, self.failure = False, 0.0, ""
-        if self._session is None or self._session.broken:
-            self._session = _Session(shared(find_chromium(self.chromium), _pages()))
         clock = NEVER if self.seconds is None else int(MOMENT + self.seconds * 1000)
-        self._take(self._session.begin(name, number, clock, self.screenshots))
+        self._take(self._begun(name, number, clock))
         actions = ", ".join(map(signature, ACTIONS))
         return f"\n{self.goal}\n\nActions: {actions}.\nThe page:\n{self.page}"
 
@@ -124,6 +123,13 @@ class MiniWoB:
         return self
 
     # --- inner ------------------------------------------------------------------------------------------------------
+
+    def _begun(self, task: str, seed: int, clock: int) -> dict[str, Any]:
+        if self._session is not None and not self._session.broken:
+            with contextlib.suppress(EnvError):  # the browser died since the last episode: this one gets another
+                return self._session.begin(task, seed, clock, self.screenshots)
+        self._session = _Session(shared(find_chromium(self.chromium), _pages()))
+        return self._session.begin(task, seed, clock, self.screenshots)
 
     def _take(self, seen: dict[str, Any]) -> None:
         self.screenshot, self.error = seen.get("screenshot"), seen.get("error", "")

@@ -1,5 +1,5 @@
-// What an environment does in a page of MiniWoB++: `mrlBegin` starts an episode, `mrlLook` lets time pass and writes down
-// what there is. It runs before the page's own scripts.
+// What an environment does in a page of MiniWoB++: `mrlBegin` starts an episode, `mrlLook` lets time pass and writes
+// down what there is. It runs before the page's own scripts.
 (() => {
   // --- time passes only when it is told to, so that nothing depends on how fast the machine is
   const sleep = window.setTimeout.bind(window);
@@ -13,7 +13,8 @@
 
   function later(call, milliseconds, every, given) {
     if (typeof call !== "function") call = new Function(call);
-    timers.set(++made, { at: now + Math.max(1, Number(milliseconds) || 0), call, every, given });
+    if (!(milliseconds >= 1)) milliseconds = 1;
+    timers.set(++made, { at: now + Number(milliseconds), call, every, given });
     return made;
   }
 
@@ -38,18 +39,15 @@
 
   const forget = (id) => void timers.delete(id);
   window.setTimeout = (call, milliseconds, ...given) => later(call, milliseconds, 0, given);
-  window.setInterval = (call, milliseconds, ...given) => later(call, milliseconds, Math.max(1, milliseconds || 0), given);
+  window.setInterval = (call, every, ...given) => later(call, every, Math.max(1, every || 0), given);
   window.requestAnimationFrame = (call) => later(() => call(now), FRAME, 0, []);
   window.clearTimeout = window.clearInterval = window.cancelAnimationFrame = forget;
   performance.now = () => now;
-  window.Date = class extends RealDate {
-    constructor(...given) {
-      super(...(given.length ? given : [BEGINNING + now]));
-    }
-    static now() {
-      return BEGINNING + now;
-    }
-  };
+  window.Date = new Proxy(RealDate, {
+    construct: (real, given) => new real(...(given.length ? given : [BEGINNING + now])),
+    apply: () => new RealDate(BEGINNING + now).toString(),
+    get: (real, name) => (name === "now" ? () => BEGINNING + now : Reflect.get(real, name)),
+  });
 
   // --- scripts draw while the page loads, before the episode's seed is set: from here, the same each time
   let state = 1;
@@ -59,7 +57,9 @@
   };
 
   const NOT_THE_TASK = new Set(["query", "reward-display", "sync-task-cover", "click-canvas"]);
-  const SHAPES = new Set(["rect", "circle", "ellipse", "polygon", "polyline", "line", "path", "text", "canvas", "image"]);
+  const SHAPES = new Set(
+    ["rect", "circle", "ellipse", "polygon", "polyline", "line", "path", "text", "canvas", "image"],
+  );
   const ROLES = {
     a: "link", textarea: "textbox", select: "combobox", img: "image", p: "text", span: "text", div: "text", li: "item",
   };
@@ -90,7 +90,8 @@
     advance(milliseconds);
     // What loads takes the machine's time: an image that is not there yet has no size.
     const images = [...document.images].filter((image) => !image.complete);
-    await Promise.race([Promise.allSettled(images.map((image) => image.decode())), new Promise((done) => sleep(done, 3000))]);
+    const loaded = Promise.allSettled(images.map((image) => image.decode()));
+    await Promise.race([loaded, new Promise((done) => sleep(done, 3000))]);
     const asked = core.getUtterance();
     const lines = [];
     if (!WOB_DONE_GLOBAL) for (const child of document.body.children) write(child, lines);
@@ -143,7 +144,8 @@
     if (element.checked) parts.push("checked");
     if (element.disabled) parts.push("disabled");
     if (document.activeElement === element) parts.push("focused");
-    if (!said && !NAMED.has(tag) && element.classList.length) parts.push(`class=${JSON.stringify(element.classList.value)}`);
+    const classes = element.classList.value;
+    if (!said && !NAMED.has(tag) && classes) parts.push(`class=${JSON.stringify(classes)}`);
     if (SHAPES.has(tag)) {
       const box = element.getBoundingClientRect();
       const fill = element.getAttribute("fill") || element.style.fill;
