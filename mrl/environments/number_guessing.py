@@ -15,7 +15,7 @@ class NumberGuessing:
     def __init__(self, low: int = 1, high: int = 100, guesses: int = 10, partial: float = 0.0) -> None:
         """low, high: the least and the greatest number. guesses: how many there are. partial: what being as near as
         can be without having found it is worth; each guess that is nearer than those before adds to the reward."""
-        self.settings = (low, high, guesses, partial)
+        self.defaults = (low, high, guesses, partial)
         self.found = self.done = False
 
     def reset(
@@ -29,8 +29,10 @@ class NumberGuessing:
         **columns: Any,
     ) -> str:
         """secret: default, one that follows from `seed`. Raises DataError."""
-        given = (low, high, guesses, partial)
-        self.low, self.high, self.left, self.partial = map(setting, given, self.settings)
+        self.low = setting(low, self.defaults[0])
+        self.high = setting(high, self.defaults[1])
+        self.left = setting(guesses, self.defaults[2])
+        self.partial = setting(partial, self.defaults[3])
         if not self.low < self.high or self.left < 1 or not 0 <= self.partial <= 1:
             raise DataError(
                 f"number_guessing: low {self.low}, high {self.high}, guesses {self.left}, partial {self.partial}; low "

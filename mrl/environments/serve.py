@@ -85,7 +85,7 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
     from openenv.core.env_server import Environment, State
     from openenv.core.env_server.types import EnvironmentMetadata
 
-    class Served(Environment):  # type: ignore[misc]
+    class Served(Environment):
         """An environment of ours as OpenEnv's server calls it: each session from one thread of its own."""
 
         SUPPORTS_CONCURRENT_SESSIONS = True

@@ -20,7 +20,8 @@ class TextGame:
     def __init__(self, game: str = "Mastermind-v0") -> None:
         """game: of one player. Some (Wordle, Hangman) need word lists of `nltk`, which have to be there."""
         self.default = game
-        self.done, self.game = False, None
+        self.done = False
+        self.game: Any = None
         self._name, self._random = "", _Randomness(0)
 
     def reset(self, seed: int | None = None, game: str | None = None, **columns: Any) -> str:

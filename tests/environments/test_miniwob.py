@@ -116,7 +116,7 @@ def test_the_wrong_button_is_worth_less(web: MiniWoB) -> None:
     assert (web.done, web.get_reward()) == (True, -1.0)
 
 
-@pytest.mark.parametrize("task", ["click-button", "order-food", "click-pie", "chase-circle"])
+@pytest.mark.parametrize("task", ["email-inbox", "order-food", "click-pie", "chase-circle"])
 def test_a_seed_is_one_page(web: MiniWoB, task: str) -> None:
     with MiniWoB(task) as other:
         seen = [web.reset(seed=seed, task=task) for seed in (1, 2, 1)]
@@ -209,6 +209,27 @@ def test_a_browser_that_dies_fails_what_was_running_and_no_more() -> None:
         assert len(browsers()) == 1
 
 
+def evaluated(web: MiniWoB, script: str) -> Any:
+    """By a script of ours in its page."""
+    session: Any = web._session
+    return session.browser.run(lambda: session.page.evaluate(script), 20)
+
+
+def test_a_page_that_is_left_is_the_end(web: MiniWoB) -> None:
+    """Whether the next one is there already or not. What opens beside it is closed."""
+    for elsewhere in ("location.reload()", "location.href = '/miniwob/click-button.html'"):
+        web.reset(seed=1)
+        evaluated(web, "window.open('/miniwob/click-button.html') && 0")
+        assert not web.done
+        evaluated(web, f"setTimeout(() => {{ {elsewhere} }}, 400) && 0")
+        web.act("noop()")
+        if not web.done:
+            web.act("noop()")
+        assert (web.done, web.error, web.get_reward()) == (True, "the task's page was left", -1.0)
+    session: Any = web._session
+    assert len(session.context.pages) == 1
+
+
 def test_nothing_but_the_pages_can_be_reached(web: MiniWoB) -> None:
     asked: list[str] = []
 
@@ -221,10 +242,9 @@ def test_nothing_but_the_pages_can_be_reached(web: MiniWoB) -> None:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     web.reset(seed=1)
-    session: Any = web._session
 
     def evaluate(script: str) -> Any:
-        return session.browser.run(lambda: session.page.evaluate(script), 20)
+        return evaluated(web, script)
 
     reached = "url => fetch(url, {mode: 'no-cors'}).then(() => true, () => false)"
     elsewhere = [

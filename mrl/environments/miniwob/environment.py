@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import importlib.util
 import weakref
 from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,7 @@ NEVER = 2**31 - 1
 """Milliseconds: the longest that a page's clock can be set to."""
 BEGIN_SECONDS, ACT_SECONDS = 90.0, 30.0
 """Within which a page is there (the browser may have to start), and an action is done."""
-SCREEN = {"x": 0, "y": 0, "width": 160, "height": 210}
+SCREEN: Any = {"x": 0, "y": 0, "width": 160, "height": 210}
 """Where a task is, in pixels."""
 
 
@@ -48,7 +48,7 @@ class MiniWoB:
         the page's clock, with the reward -1; None = never. That clock goes on by half a second with each action, and
         with `noop` as it says, however long the policy takes. screenshots: kept in `screenshot`, as base64 of a
         PNG, 160 by 210 pixels. chromium: its path, default the one that is found."""
-        self.settings = (task, max_actions, seconds)
+        self.defaults = (task, max_actions, seconds)
         self.screenshots, self.chromium = screenshots, chromium
         self.done, self.reward, self.failure = False, 0.0, ""
         self.goal = self.page = self.error = ""
@@ -64,8 +64,8 @@ class MiniWoB:
         **columns: Any,
     ) -> str:
         """The same `seed` is the same page. Raises DataError for a task there is not, EnvError without a browser."""
-        given = (task, max_actions, seconds)
-        name, self.left, self.seconds = map(setting, given, self.settings)
+        name, self.left = setting(task, self.defaults[0]), setting(max_actions, self.defaults[1])
+        self.seconds = setting(seconds, self.defaults[2])
         if not (_pages() / "miniwob" / f"{name}.html").is_file() or "/" in name:
             raise DataError(f"miniwob: there is no task {name!r} (there are {', '.join(task_names())})")
         number = seeded(seed, "")
@@ -194,12 +194,13 @@ class _Session:
         return self._working(work, ACT_SECONDS)
 
     async def _look(self, passes: float, screenshot: bool) -> dict[str, Any]:
+
         assert self.page is not None
         seen: dict[str, Any] = await self.page.evaluate(
             "passes => window.mrlLook ? mrlLook(passes) : {left: true}", passes
         )
         if screenshot:
-            seen["screenshot"] = base64.b64encode(await self.page.screenshot(clip=SCREEN)).decode()  # type: ignore[arg-type]
+            seen["screenshot"] = base64.b64encode(await self.page.screenshot(clip=SCREEN)).decode()
         return seen
 
     def _working(self, work: Any, seconds: float) -> dict[str, Any]:
@@ -227,8 +228,10 @@ def _script() -> str:
 
 @cache
 def _pages() -> Path:
-    """The tasks' folder in the package `miniwob`, which is found, not imported: it would load Selenium."""
-    found = importlib.util.find_spec("miniwob")
-    if found is None or found.origin is None or importlib.util.find_spec("playwright") is None:
-        raise EnvError("miniwob: it needs miniwob and playwright: install them with `pip install 'mrl[miniwob]'`")
-    return Path(found.origin).parent / "html"
+    """The tasks' folder in the package `miniwob`, which is not imported: it would load Selenium."""
+    try:
+        folder = Path(str(distribution("miniwob").locate_file("miniwob/html")))
+        distribution("playwright")
+    except PackageNotFoundError as error:
+        raise EnvError(f"miniwob: {error}; install what it needs with `pip install 'mrl[miniwob]'`") from None
+    return folder

@@ -115,12 +115,15 @@
   }
 
   function visible(element) {
+    const style = getComputedStyle(element);
+    // An icon of a style sheet has no size until it is loaded.
+    if (style.content.startsWith("url")) return element.offsetParent !== null && style.visibility !== "hidden";
     const box = element.getBoundingClientRect();
     const shape = element instanceof SVGElement; // a line has no area
     if (shape ? box.width + box.height === 0 : box.width === 0 || box.height === 0) {
-      return element.children.length > 0 && getComputedStyle(element).display !== "none";
+      return element.children.length > 0 && style.display !== "none";
     }
-    return getComputedStyle(element).visibility !== "hidden";
+    return style.visibility !== "hidden";
   }
 
   function ownText(element) {

@@ -2,7 +2,7 @@
 
 It needs Chromium (Debian: apt-get install chromium), `pip install 'mrl[miniwob]'`, and a model that calls tools.
 
-python examples/miniwob.py --model Qwen/Qwen2.5-1.5B-Instruct
+python examples/web_tasks.py --model Qwen/Qwen2.5-1.5B-Instruct
 """
 
 import argparse
