@@ -46,6 +46,9 @@ def test_commands_and_flags_exist(page: Path) -> None:
         "timeout",
         "run",
         "rows",
+        "count",
+        "port",
+        "max-sessions",
     }
     known = {name.replace("_", "-") for name in flat_fields()} | own
     known |= {alias.removeprefix("--") for aliases in ALIASES.values() for alias in aliases}

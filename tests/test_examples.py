@@ -13,6 +13,7 @@ import pytest
 from mrl.algorithms import ADVANTAGES, LOSSES
 from mrl.cli.main import main
 from mrl.store.run import read_rows
+from tests.rollouts.calling_model import build_calling_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -128,3 +129,32 @@ def test_every_example_is_run_here() -> None:
         assert path.name in named or path.name in ("my_rewards.py", "answers.jsonl", "math_answers.jsonl"), (
             f"{path.name} is run by no test"
         )
+
+
+def caller(folder: Path, *calls: tuple[str, dict[str, str]]) -> str:
+    """A tiny model that makes these calls."""
+    says = [f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls]
+    return str(build_calling_model(folder / "caller", says))
+
+
+@pytest.mark.slow
+def test_coding_environment(folder: Path, capsys: Output) -> None:
+    solution = {"code": "def f(*given): return given[0]"}
+    model = caller(folder, ("run_code", {"code": "print(6 * 7)"}), ("submit", solution))
+    out = script("examples/coding_environment.py", capsys, "--model", model, "--max-steps", "2")
+    assert "finished after 2 steps" in out
+    rows = list(read_rows(Path(out.split()[-1]), "rollouts"))
+    said = [message["content"] for row in rows for message in row["messages"] if message["role"] == "tool"]
+    assert "42" in said
+    assert any("tests passed" in text for text in said)
+    assert {row["status"] for row in rows} == {"ok"}
+
+
+@pytest.mark.browser
+def test_web_tasks(folder: Path, capsys: Output) -> None:
+    model = caller(folder, *(("act", {"action_str": f"click('{number}')"}) for number in (1, 2)))
+    out = script("examples/web_tasks.py", capsys, "--model", model, "--max-steps", "1")
+    assert "finished after 1" in out
+    rows = list(read_rows(Path(out.split()[-1]), "rollouts"))
+    assert {row["status"] for row in rows} == {"ok"}
+    assert max(row["reward"] for row in rows) > 0

@@ -44,8 +44,8 @@ FLAG_HELP = {
     "rollout_options": "The source's own options, each as `key=value` (values as in YAML), or all as one JSON object.",
     "tools": "Functions that the policy may call, typed and with a docstring: `file.py:function` or "
     "`package.module:function`.",
-    "environment_factory": "A class with `reset` whose other methods are tools, `file.py:Class`; or several by the "
-    "column `environment`, each as `name=file.py:Class`.",
+    "environment_factory": "A class with `reset` whose other methods are tools, `file.py:Class`, or the name of one "
+    "(`mrl env list`); or several by the column `environment`, each as `name=file.py:Class`.",
     "sandbox_options": "Arguments of the sandbox, each as `key=value` (values as in YAML), or all as one JSON object, "
     "e.g. `slots=4 modules=[numpy]`; docs/sandbox.md lists them.",
     "backend_options": "Options of the backend's own, each as `key=value` (values as in YAML), or all as one JSON "
@@ -109,7 +109,7 @@ def parse(
         given["rename"] = dict(_pair(text) for text in given["rename"])
     for name, example in OBJECTS.items():
         if name in given:
-            given[name] = _object(name, given[name], example)
+            given[name] = key_values(name, given[name], example)
     if "environment_factory" in given:
         given["environment_factory"] = _factories(given["environment_factory"])
     return given
@@ -163,6 +163,25 @@ def argument(
     shown = tyro.conf.arg(help=description, help_behavior_hint=hint, aliases=aliases, metavar=metavar)
     marked = Annotated[(kind, *markers, shown)]
     return Required[marked] if required else marked
+
+
+def key_values(name: str, texts: list[str], example: str) -> dict[str, Any]:
+    """`key=value` pairs with values as in YAML, or one JSON object (which is YAML too). Raises ConfigError."""
+    hint = f"e.g. --{name.replace('_', '-')} {example}, or one JSON object"
+    pairs: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        try:
+            if text.lstrip().startswith("{"):
+                found = yaml.safe_load(text)
+                pairs |= {str(key): yaml_numbers(inner) for key, inner in found.items()}
+                continue
+            if not equals or not key.isidentifier():
+                raise ConfigError(f"{name}: {text!r} is not of the form key=value; {hint}")
+            pairs[key] = yaml_numbers(yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise ConfigError(f"{name}: {text!r} cannot be read; {hint}") from None
+    return pairs
 
 
 def _by_section(names: Iterable[str]) -> Groups:
@@ -233,22 +252,3 @@ def _factories(texts: list[str]) -> str | dict[str, str]:
     if wrong := [text for text, (name, equals, where) in zip(texts, pairs, strict=True) if not (name and where)]:
         raise ConfigError(f"environment_factory: {wrong[0]!r} is not of the form name=file.py:Class")
     return {name: where for name, _, where in pairs}
-
-
-def _object(name: str, texts: list[str], example: str) -> dict[str, Any]:
-    """`key=value` pairs with values as in YAML, or one JSON object (which is YAML too). Raises ConfigError."""
-    hint = f"e.g. --{name.replace('_', '-')} {example}, or one JSON object"
-    pairs: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        try:
-            if text.lstrip().startswith("{"):
-                found = yaml.safe_load(text)
-                pairs |= {str(key): yaml_numbers(inner) for key, inner in found.items()}
-                continue
-            if not equals or not key.isidentifier():
-                raise ConfigError(f"{name}: {text!r} is not of the form key=value; {hint}")
-            pairs[key] = yaml_numbers(yaml.safe_load(value))
-        except yaml.YAMLError:
-            raise ConfigError(f"{name}: {text!r} cannot be read; {hint}") from None
-    return pairs

@@ -239,6 +239,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "checkpoints": (_lazily("mrl.cli.checkpoints:checkpoints"), "list, verify, export or publish a run's checkpoints"),
     "replay": (_lazily("mrl.cli.checkpoints:replay"), "recompute a recorded step and show what differs"),
     "sandbox": (_lazily("mrl.cli.sandbox:sandbox"), "grade a program, or say which isolation works here"),
+    "env": (_lazily("mrl.cli.env:env"), "list the shipped environments, make tasks for them, serve one"),
     "doctor": (doctor, "what is installed, what works here, and why not"),
     "cache": (_lazily("mrl.cli.cache:cache"), "list or clear the models that are kept on disk"),
 }

@@ -26,7 +26,8 @@ class RolloutConfig(Section):
     `file.py:function`. Selects the source `tools`."""
     environment_factory: Any = None
     """What makes an environment, as TRL takes it: a class with `reset` whose other methods are tools, or a dict of
-    them by the column `environment`; or names, `file.py:Class`. Selects the source `tools`."""
+    them by the column `environment`; or names: `file.py:Class`, or a shipped one's
+    (docs/shipped-environments.md). Selects the source `tools`."""
     max_turns: int | None = Field(None, ge=1)
     """Completions of one attempt. This limit and the next three end an attempt with the reward that it has by then, as
     truncated. None = no limit."""

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from mrl.environments import ENVIRONMENTS
 from mrl.errors import ConfigError, EnvError
 from mrl.rollouts.tools.functions import Tool, described, distinct, found
 
@@ -107,7 +108,7 @@ class Environments:
         self.by_column = isinstance(factory, dict)
         given = factory if isinstance(factory, dict) else {None: factory}
         self.factories: dict[str | None, Callable[[], Any]] = {
-            name: found(one, _option(name)) for name, one in given.items()
+            name: factory_of(one, _option(name)) for name, one in given.items()
         }
         self.common = common
         self.free: dict[str | None, list[Environment]] = {}
@@ -177,6 +178,12 @@ class Environments:
             if not method.startswith("_") and method not in _NO_TOOLS
         ]
         return [*self.common, *(Tool.of(getattr(instance, method), _option(name)) for method in names)]
+
+
+def factory_of(given: Any, option: str = "environment_factory") -> Any:
+    """What makes an environment: as it was given, by the name of a shipped or registered one, or imported by that of
+    its file or module. Raises ConfigError."""
+    return ENVIRONMENTS.get(given) if isinstance(given, str) and given.isidentifier() else found(given, option)
 
 
 def _option(name: str | None) -> str:

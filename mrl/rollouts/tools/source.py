@@ -16,7 +16,7 @@ from mrl.errors import ConfigError, DataError, EnvError
 from mrl.rollouts.base import PolicyClient, SourceSetup
 from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
 from mrl.rollouts.multi_turn import Step, play
-from mrl.rollouts.tools.environments import Environment, Environments, OwnThread
+from mrl.rollouts.tools.environments import Environment, Environments, OwnThread, factory_of
 from mrl.rollouts.tools.functions import Tool, as_text, described, distinct, found
 from mrl.types import Message, Rollout, Task
 
@@ -53,7 +53,7 @@ class ToolSource:
         if environment_factory is None:
             return False
         made = environment_factory if isinstance(environment_factory, dict) else {None: environment_factory}
-        kinds = [found(one, "environment_factory") for one in made.values()]
+        kinds = [factory_of(one) for one in made.values()]
         return all(not inspect.isclass(kind) or hasattr(kind, "get_reward") for kind in kinds)
 
     def gives_rewards(self) -> bool:
