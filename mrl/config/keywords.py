@@ -128,6 +128,9 @@ class Options(TypedDict, total=False):
     rollout_options: dict[str, Any]
     tools: Any
     environment_factory: Any
+    rollout_func: Any
+    serve: str | None
+    serve_token_env: str
     max_turns: int | None
     max_rollout_tokens: int | None
     step_timeout: float | None
