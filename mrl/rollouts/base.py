@@ -23,8 +23,11 @@ class PolicyClient(Protocol):
 
     max_model_len: int
     """Tokens of prompt and completion together."""
-    version: int
-    """Of the weights that all who sample have. While new ones are sent, it is still the older one."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that all who sample have. While new ones are sent, it is still the older one."""
+        ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. A request that cannot be served ends with the reason "error" and says why.

@@ -167,9 +167,9 @@ class Sampler:
         if isinstance(prompt, str):
             ids = list(self.setup.tokenizer(prompt)["input_ids"])
         elif prompt and isinstance(prompt[0], dict):
-            ids = self.setup.encoder.encode(prompt)  # type: ignore[arg-type]
+            ids = self.setup.encoder.encode(prompt)
         else:
-            ids = list(prompt)  # type: ignore[arg-type]
+            ids = list(prompt)
             wrong = [token for token in ids if not 0 <= token < self.setup.vocabulary]
             if wrong:
                 raise RefusedRequest(f"prompts: there is no token {wrong[0]}, only 0 to {self.setup.vocabulary - 1}")
