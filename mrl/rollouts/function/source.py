@@ -95,7 +95,7 @@ class FunctionSource:
         try:
             return self.function(*arguments)
         except SystemExit as error:  # would end the run without a word
-            raise RuntimeError(f"SystemExit: {error}") from error
+            raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
 
     def _as_given(self, prompt: Prompt) -> Prompt:
         """A copy, as the dataset has it; as messages where the run's options make it so."""
