@@ -21,12 +21,14 @@ if TYPE_CHECKING:
         SimpleConfig,
         TrainingConfig,
     )
+    from mrl.config.trl_args import GRPOConfig
     from mrl.errors import MRLError
     from mrl.trainer import MRLTrainer, train_simple
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "GRPOConfig": "mrl.config.trl_args",
     "MRLTrainer": "mrl.trainer",
     "train_simple": "mrl.trainer",
     "MRLError": "mrl.errors",
@@ -50,6 +52,7 @@ _WHERE = {
 __all__ = [
     "AlgorithmConfig",
     "DataConfig",
+    "GRPOConfig",
     "GenerationConfig",
     "MRLError",
     "MRLTrainer",

@@ -34,6 +34,10 @@ class RewardError(MRLError):
     """A reward function does not import, or breaks its contract in a way no retry mends."""
 
 
+class RolloutError(MRLError):
+    """A rollout function breaks its contract in a way no retry mends."""
+
+
 class SandboxError(MRLError):
     """The sandbox itself failed; never a verdict on the program it ran."""
 

@@ -18,7 +18,7 @@ FLOORS: dict[int, list[str]] = {
     2: ["store", "weights", "tracking", "sandbox", "environments", "models", "rewards", "modeling", "engines"],
     3: ["backends", "sync"],
     4: ["experience", "mismatch", "actor", "workers"],
-    5: ["rollouts"],
+    5: ["rollouts", "server"],
     6: ["loop", "simple", "evals"],
     7: ["trainer", "mrl", "cli"],
 }

@@ -37,7 +37,7 @@ SCORE = (
     *("sandbox", "sandbox_options", "sandbox_timeout", "sandbox_memory_mb"),
 )
 ROLLOUT = (
-    *("environment_factory", "tools", "rollout_source", "rollout_options"),
+    *("environment_factory", "tools", "rollout_func", "rollout_source", "rollout_options", "serve", "serve_token_env"),
     *("max_turns", "max_rollout_tokens", "step_timeout", "rollout_timeout"),
 )
 _PROMPTS = ("How the model is prompted, and where a completion ends: of a run, as it did there.", PROMPTS)

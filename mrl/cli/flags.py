@@ -31,6 +31,7 @@ FLAG_TYPES: dict[str, Any] = {
     "rollout_options": list[str],
     "tools": list[str],
     "environment_factory": list[str],
+    "rollout_func": str,
     "sandbox_options": list[str],
     "backend_options": list[str],
     "trl_args": list[str],
@@ -46,6 +47,8 @@ FLAG_HELP = {
     "`package.module:function`.",
     "environment_factory": "A class with `reset` whose other methods are tools, `file.py:Class`, or the name of one "
     "(`mrl env list`); or several by the column `environment`, each as `name=file.py:Class`.",
+    "rollout_func": "A function that makes all rollouts of a step, as TRL takes it: `file.py:function` or "
+    "`package.module:function`; docs/rollout-func.md.",
     "sandbox_options": "Arguments of the sandbox, each as `key=value` (values as in YAML), or all as one JSON object, "
     "e.g. `slots=4 modules=[numpy]`; docs/sandbox.md lists them.",
     "backend_options": "Options of the backend's own, each as `key=value` (values as in YAML), or all as one JSON "

@@ -25,7 +25,7 @@ SCORE = (
     *("sandbox", "sandbox_options", "sandbox_timeout", "sandbox_memory_mb"),
 )
 ROLLOUT = (
-    *("rollout_source", "rollout_options", "tools", "environment_factory"),
+    *("rollout_source", "rollout_options", "tools", "environment_factory", "rollout_func", "serve", "serve_token_env"),
     *("max_turns", "max_rollout_tokens", "step_timeout", "rollout_timeout"),
 )
 VLLM = (
@@ -241,17 +241,20 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _attempts(run: Path, recorded: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    implied = any(recorded.get(name) is not None for name in ("tools", "environment_factory"))
+    named = {"tools": "search", "environment_factory": "Game", "rollout_func": "rollout"}
+    implied = any(recorded.get(name) is not None for name in named)
     if (recorded.get("rollout_source", "single_turn") == "single_turn" and not implied) or "rollout_source" in given:
         return {}
-    for name in ("tools", "environment_factory"):
+    for name, example in named.items():
         if name not in given and is_description(value := recorded.get(name)):
             raise ConfigError(
                 f"{run}: its {name} was given in Python ({_joined(value)}) and is not in its record; name it by its "
-                f"file, e.g. --{name.replace('_', '-')} my_game.py:{'Game' if name != 'tools' else 'search'}"
+                f"file, e.g. --{name.replace('_', '-')} my_game.py:{example}"
             )
     limit = recorded.get("max_rollout_tokens") or recorded.get("max_completion_length")
-    found = {name: recorded[name] for name in ROLLOUT if name in recorded} | {"max_rollout_tokens": limit}
+    found = {name: recorded[name] for name in ROLLOUT if name in recorded}
+    if recorded.get("rollout_func") is None and recorded.get("rollout_source") != "rollout_func":
+        found["max_rollout_tokens"] = limit
     return {name: value for name, value in found.items() if name not in given}
 
 

@@ -42,6 +42,7 @@ _CALLED = {
     "scale_rewards": "norm_adv_by_std_in_grpo",
     "discount": "gamma",
     "environment_factory": "env environment env_factory",
+    "rollout_func": "rollout_fn rollout_function generate_fn",
     "max_turns": "max_tool_calling_iterations max_steps_per_episode max_assistant_turns",
     "zero_variance_groups": "filter_groups dynamic_filtering online_difficulty_filtering dynamic_sampling",
     "soft_punish_cache": "overlong_buffer overlong_buffer_len",
@@ -85,9 +86,8 @@ _INSTEAD = {
     "critic critic_model value_model lam vf_coef": "there is no critic, advantages come from the group: advantage_type",
     "rollout": "in it, n is num_generations here, and the rest are options of their own: temperature, top_p, engine …",
     "actor_rollout_ref actor trainer orchestrator": "options here are flat, e.g. num_generations, learning_rate, beta",
-    "rollout_func": "tasks come from a dataset: dataset_name, train_dataset; environments are an environment_factory",
     "processing_class": "the tokenizer is the model's own; MRLTrainer takes both as objects: model, tokenizer",
-    "args": "options are arguments of their own, e.g. learning_rate, batch_size",
+    "args": "options are options of their own, e.g. learning_rate, batch_size; MRLTrainer takes TRL's GRPOConfig",
     "peft_config lora_config": "use use_lora: true, with lora_r, lora_alpha, lora_dropout and lora_target_modules",
     "load_in_4bit load_in_8bit quantization_config": "weights are not quantised; use_lora: true needs the least memory",
     "steps_per_generation ppo_mini_batch_size mini_batch_size": "a step is one update on all of its rollouts; "

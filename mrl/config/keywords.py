@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     lora_dropout: float
     lora_target_modules: list[str] | None
     tokenizer: PreTrainedTokenizerBase
+    args: Any
     # data
     train_dataset: Any
     dataset_name: str | None
@@ -128,6 +129,9 @@ class Options(TypedDict, total=False):
     rollout_options: dict[str, Any]
     tools: Any
     environment_factory: Any
+    rollout_func: Any
+    serve: str | None
+    serve_token_env: str
     max_turns: int | None
     max_rollout_tokens: int | None
     step_timeout: float | None

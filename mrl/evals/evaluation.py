@@ -13,6 +13,7 @@ from mrl.config import OrchestratorConfig
 from mrl.errors import DataError, EngineError, TrainingError
 from mrl.evals.stats import Attempts, Interval, mean_reward, pass_rate
 from mrl.loop.collector import Collector, Logged
+from mrl.loop.policy_server import PolicyServer
 from mrl.loop.preflight import check_engine, check_names, prepare_evaluation, sampling_params
 from mrl.loop.resources import check_resources, rollout_resources
 from mrl.loop.reward_trial import try_rewards
@@ -75,7 +76,7 @@ async def evaluate(
     prepared = await in_thread(prepare_evaluation, config, by)
     for notice in await try_rewards(config, prepared.tasks, 0):
         note(notice)
-    backend = backend_of(config)
+    server, backend = PolicyServer(config), backend_of(config)
     try:
         policy = await _policy(backend, config, prepared.max_model_len)
         rewards = await spawn_rewards(backend, config, note)
@@ -90,13 +91,15 @@ async def evaluate(
             ended += 1
             progress(ended, len(tasks))
 
-        for start in range(0, len(tasks), TASKS_AT_ONCE):
-            batch = tasks[start : start + TASKS_AT_ONCE]
-            done = await collector.collect(batch, samples_per_task, seed=seed, state=state, finished=finished)
-            groups += done.groups
-            logged += done.logged
+        async with server.running(policy, prepared.setup, prepared.source):
+            for start in range(0, len(tasks), TASKS_AT_ONCE):
+                batch = tasks[start : start + TASKS_AT_ONCE]
+                done = await collector.collect(batch, samples_per_task, seed=seed, state=state, finished=finished)
+                groups += done.groups
+                logged += done.logged
     finally:
         await backend.close()
+        server.close()
     report = summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
     report.logged = held_out(mean_metrics(logged))
     return report

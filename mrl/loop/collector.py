@@ -96,7 +96,7 @@ class Collector:
                 beside.append(asyncio.ensure_future(score([group])))
 
         try:
-            groups = await self.runner.run(tasks, n, seed=seed, finished=ended)
+            groups = await self.runner.run(tasks, n, seed=seed, state=state, finished=ended)
             generated(groups)
             sampled = perf_counter()
             if groups and not self.early:

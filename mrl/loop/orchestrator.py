@@ -26,6 +26,7 @@ from mrl.experience.shaping import shape
 from mrl.loop.checkpointing import Checkpointing
 from mrl.loop.collector import Collector
 from mrl.loop.colocate import Colocation
+from mrl.loop.policy_server import PolicyServer
 from mrl.loop.preflight import Prepared, check_disk, colocated_places, prepare, total_steps
 from mrl.loop.producer import Producer
 from mrl.loop.recorded_run import RecordedRun
@@ -66,6 +67,7 @@ class Orchestrator(RecordedRun):
         self.prepared = await in_thread(prepare, self.config)
         tasks = self.prepared.tasks
         self.total_steps = total_steps(self.config, len(tasks))
+        self.server = PolicyServer(self.config)
         await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
 
     async def _train(self) -> None:
@@ -77,13 +79,15 @@ class Orchestrator(RecordedRun):
             looking = self.progress.watching(
                 self._look, lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers]
             )
-            async with looking:
+            serving = self.server.running(self.policy, self.prepared.setup, self.prepared.source)
+            async with looking, serving:
                 await self._loop()
         finally:
             await self.scheduler.close()
 
     def _clean_up(self) -> None:
         self.sync.close()
+        self.server.close()
 
     def _newest_checkpoint(self) -> Path | None:
         return self.checkpoints.path()
@@ -150,7 +154,11 @@ class Orchestrator(RecordedRun):
             self.seconds |= taken.seconds
             metrics = self._taken_metrics(taken) | rollout_metrics(groups, self.config)
             check_failures(groups, self.config, self.step)
-            async with self.colocation.training(self.scheduler.drain, syncs=self._just_synced()):
+            alone = self.config.overlap.async_mode == "off"
+            async with (
+                self.server.gate.held(when=alone),
+                self.colocation.training(self.scheduler.drain, syncs=self._just_synced()),
+            ):
                 with self._timed("reference"):
                     await add_reference_logprobs(groups, self.config, self.actor)
                     await shape(groups, self.config, self._reference_kl)
@@ -210,9 +218,10 @@ class Orchestrator(RecordedRun):
                 with self._timed("wait"):
                     await self.scheduler.drain()
             self.progress.stage("syncing")
-            with self._timed("sync"):
-                self.version += 1
-                report = await self.policy.sync(self.sync, self.actor, self.version)
+            async with self.server.gate.held(when=not self.config.overlap.in_flight):
+                with self._timed("sync"):
+                    self.version += 1
+                    report = await self.policy.sync(self.sync, self.actor, self.version)
                 metrics |= {"sync/bytes": float(report.bytes), "sync/replaced_workers": float(len(report.failed))}
         return metrics | {"sync/policy_version": float(self.version)}
 
@@ -325,6 +334,7 @@ class Orchestrator(RecordedRun):
         ref = WeightRef(self.version, path=str(self.served.parent))
         for worker in self.workers:
             await worker.call("update_weights", ref)
+        self.policy.version = self.version
 
     def _make_scheduler(self) -> None:
         """The scheduler, at the beginning or where the checkpoint was written."""

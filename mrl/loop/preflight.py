@@ -51,6 +51,8 @@ class Prepared:
     """Whether a group is scored while others are still being sampled."""
     source: RolloutSource | BatchSource
     """What makes the rollouts."""
+    setup: SourceSetup
+    """What it was made from."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ def colocated_places(config: OrchestratorConfig) -> list[int]:
 def check_rewards(rewards: RewardWorker, tasks: list[Task], config: OrchestratorConfig) -> None:
     """Raise RewardError or DataError when a reward cannot score these tasks."""
     looks = config.rollout.environment_factory is not None and BACKENDS.get(config.runtime.backend).shares_memory
-    rewards.check_columns([*tasks[0].columns, *(["environments"] if looks else [])])
+    if config.rollout.source != "rollout_func":  # whose further lists are columns too
+        rewards.check_columns([*tasks[0].columns, *(["environments"] if looks else [])])
     rewards.check_rows([(task.id, task.columns) for task in tasks])
 
 
@@ -293,7 +296,8 @@ def _with_model(
     for part in (tasks, eval_tasks):
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
     notices = _notices(config, max_model_len)
-    setup = SourceSetup(tokenizer, encoder, sampling_params(config), turn_limits(config))
+    vocabulary = model_config.get_text_config().vocab_size
+    setup = SourceSetup(tokenizer, encoder, sampling_params(config), turn_limits(config), vocabulary)
     made = ROLLOUT_SOURCES.get(config.rollout.source).create(setup, **config.rollout.source_options)
     gives = getattr(made, "gives_rewards", None)
     if config.reward.reward_funcs == "own" and gives is not None and not gives():
@@ -301,7 +305,7 @@ def _with_model(
     if check := getattr(made, "check_tasks", None):
         check([*tasks, *eval_tasks])
     early = _can_score_early(config, rewards)
-    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, early, made)
+    return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, early, made, setup)
 
 
 def sampling_params(config: OrchestratorConfig) -> SamplingParams:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from mrl.types import Completion, GenerateRequest, Group, Rollout, SamplingParams, Task
+from mrl.types import Completion, GenerateRequest, Group, Rollout, SamplingParams, Task, TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,12 +24,21 @@ class PolicyClient(Protocol):
     max_model_len: int
     """Tokens of prompt and completion together."""
 
+    @property
+    def version(self) -> int:
+        """Of the weights that all who sample have. While new ones are sent, it is still the older one."""
+        ...
+
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. A request that cannot be served ends with the reason "error" and says why.
 
         Many calls may be under way. Cancelled, it takes the request back. Raises WorkerDied, EngineDied or SyncError
         when nobody is left who samples.
         """
+        ...
+
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
+        """Of each completion's tokens, at the sequence's temperature. Raises EngineError where it cannot say them."""
         ...
 
 
@@ -59,6 +68,13 @@ class SourceSetup:
     """The run's distribution and limits, for every request."""
     limits: TurnLimits = field(default_factory=TurnLimits)
     """Of attempts of several turns."""
+    vocab_size: int | None = None
+    """Of the model, which may have more ids than its tokenizer; None = as many."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids end before it."""
+        return len(self.tokenizer) if self.vocab_size is None else self.vocab_size
 
 
 @runtime_checkable
@@ -96,5 +112,9 @@ class BatchSource(Protocol):
         ...
 
     async def collect(self, tasks: list[Task], policy: PolicyClient, n: int, seed: int) -> list[Group]:
-        """`n` rollouts of every task, in the tasks' order."""
+        """`n` rollouts of every task, in the tasks' order. Failed ones are among them; an exception ends the run.
+
+        With a parameter `state` it also gets what reward functions get as `trainer_state`. Several calls may be under
+        way, where a step takes the groups that end first.
+        """
         ...

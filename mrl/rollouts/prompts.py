@@ -32,6 +32,8 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.has_template = has_template
         self.chat = has_template if prompt_format == "auto" else prompt_format == "chat"
+        self.insists_on_chat = prompt_format == "chat" or system_prompt is not None
+        """Whether text prompts are to be messages whatever makes the rollouts, not only because a template is there."""
         self.system_prompt = system_prompt
 
     def messages(self, prompt: Prompt) -> list[Message]:

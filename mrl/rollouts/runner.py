@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 from mrl.errors import ConfigError, EngineDied, SyncError, WorkerDied
 from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource
@@ -46,21 +48,24 @@ class Runner:
         self.in_flight = self.ended = 0
 
     async def run(
-        self, tasks: list[Task], n: int, *, seed: int, finished: Callable[[Group], None] = lambda group: None
+        self,
+        tasks: list[Task],
+        n: int,
+        *,
+        seed: int,
+        state: Any = None,
+        finished: Callable[[Group], None] = lambda group: None,
     ) -> list[Group]:
         """Attempt every task `n` times; groups in the order of the tasks.
 
+        state: what reward functions get as `trainer_state`, for sources that make all rollouts in one call.
         finished: called with each group as soon as its last attempt has ended. A task that is among them once more (a
         dataset smaller than a batch) gets other attempts, with other seeds. Cancelled, it ends when all attempts have.
         """
         if not tasks:
             return []
         if isinstance(self.source, BatchSource):
-            groups = await self.source.collect(tasks, self.policy, n, seed)
-            self.ended += sum(len(group.rollouts) for group in groups)
-            for group in groups:
-                finished(group)
-            return groups
+            return await self._collect(self.source, tasks, n, seed, state, finished)
         before: Counter[str] = Counter()
         parts, work = [], []
         for task in tasks:
@@ -72,6 +77,29 @@ class Runner:
         return [part.group for part in parts]
 
     # --- inner ------------------------------------------------------------------------------------------------------
+
+    async def _collect(
+        self,
+        source: BatchSource,
+        tasks: list[Task],
+        n: int,
+        seed: int,
+        state: Any,
+        finished: Callable[[Group], None],
+    ) -> list[Group]:
+        start, wanted = perf_counter(), len(tasks) * n
+        takes_state = "state" in inspect.signature(source.collect).parameters
+        self.in_flight += wanted
+        try:
+            groups = await source.collect(tasks, self.policy, n, seed, **({"state": state} if takes_state else {}))
+        finally:
+            self.in_flight -= wanted
+        self.ended += wanted
+        for group in groups:
+            for rollout in group.rollouts:
+                rollout.seconds.setdefault("generate", perf_counter() - start)
+            finished(group)
+        return groups
 
     async def _attempt(self, part: _GroupInProgress, attempt: int, seed: int) -> None:
         async with self.places or contextlib.nullcontext():

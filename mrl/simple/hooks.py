@@ -64,10 +64,14 @@ def hooked(spec: TrainerSpec, recorder: Recorder, save: Callable[[Callable[[], N
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             start = perf_counter()
             recorder.begin("generating")
+            recorder.masks = None
             try:
-                return super()._generate(*args, **kwargs)
+                made = super()._generate(*args, **kwargs)
             finally:
                 recorder.generated(perf_counter() - start)
+            if getattr(self, "rollout_func", None) is not None:
+                recorder.masks = made[2]
+            return made
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             output = super()._generate_and_score_completions(inputs)

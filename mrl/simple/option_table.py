@@ -194,7 +194,11 @@ WORKERS: Meanings = {  # the trainer samples from the very module it trains
         "the trainer samples from its own weights",
     ),
     **nothing(ServingConfig.model_fields, "TRL has options of its own for vLLM: trl_args: vllm_…"),
-    **nothing(RolloutConfig.model_fields, "TRL's trainers make their rollouts by themselves"),
+    **nothing(
+        [name for name in RolloutConfig.model_fields if name != "rollout_func"],
+        "TRL's trainers make their rollouts by themselves",
+    ),
+    **by_mrl("rollout_func", GRPO_ONLY, advice="of TRL's trainers only GRPO takes one"),
     **nothing(OverlapConfig.model_fields, "TRL's trainers generate and train in turn"),
 }
 

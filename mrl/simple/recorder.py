@@ -25,6 +25,8 @@ from mrl.workers.scoring import TrainerState
 
 NOT_KNOWN = math.nan
 """The logprob of a sampled token: TRL's trainers do not keep the sampler's."""
+PASSED = ("prompts", TASK, "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL passes to a reward function besides completions; all else is of a rollout function."""
 
 
 class Recorder(TrainerCallback):
@@ -61,6 +63,8 @@ class Recorder(TrainerCallback):
         """Epochs that a resumed run has behind it."""
         self.batch: list[Rollout] = []
         """Of the last call of the reward function."""
+        self.masks: list[list[int]] | None = None
+        """Of the completions generated last, where a rollout function says which tokens the policy sampled."""
         self.eval_groups: list[Group] = []
         self._begin_step()
 
@@ -75,8 +79,14 @@ class Recorder(TrainerCallback):
         for number, completion, ids in zip(numbers, completions, completion_ids, strict=True):
             attempt = attempts[number] = attempts.get(number, -1) + 1
             rollouts.append(self._rollout(self.tasks[number], attempt, completion, list(ids)))
+        for row, rollout in enumerate(rollouts):
+            rollout.extra = {name: values[row] for name, values in columns.items() if name not in PASSED}
+            if self.masks is not None:
+                rollout.samples[0].mask = list(self.masks[row])
         requests = [
-            RewardRequest(r.id, r.prompt, r.completion, r.completion_ids, self.tasks[number].columns, r.task_id)
+            RewardRequest(
+                r.id, r.prompt, r.completion, r.completion_ids, self.tasks[number].columns | r.extra, r.task_id
+            )
             for number, r in zip(numbers, rollouts, strict=True)
         ]
         self._keep(numbers, rollouts)
@@ -85,7 +95,8 @@ class Recorder(TrainerCallback):
         report = self.loop.run(self.rewards.score(requests, state))
         seconds = perf_counter() - start
         for rollout, result in zip(rollouts, report.results, strict=True):
-            rollout.rewards, rollout.extra = result.rewards, result.extra
+            rollout.rewards = result.rewards
+            rollout.extra |= result.extra
             rollout.seconds["reward"] = seconds
             if result.reward is None:
                 rollout.fail(result.error or "no reward function scored it")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig
 from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
@@ -30,7 +31,9 @@ from mrl.loop.recorded_run import RecordedRun
 from mrl.loop.resources import actor_resources, base_name, check_resources, model_for, rewards_for
 from mrl.loop.resume import fingerprint
 from mrl.models import context_length, load_config, load_tokenizer
+from mrl.rollouts.function.source import form_of
 from mrl.rollouts.prompts import PromptEncoder
+from mrl.rollouts.tools.functions import described, found
 from mrl.simple.data import check_shape, make_examples
 from mrl.simple.metrics import metric_names
 from mrl.simple.options import check_options, notices
@@ -65,6 +68,7 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     check_installed()
     check_names(config)
     check_resources(config, actor_resources(config))
+    _check_rollout_func(config)
     rewards = RewardWorker(**reward_worker_args(config.reward)) if spec.online else None
     tasks, total = load_train_tasks(config) if spec.online else ([], 0)
     rows, where, total = load_train_rows(config) if not spec.online else ([], "", total)
@@ -90,6 +94,24 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     _check_enough(tasks, config, spec)
     counts = Counts(taken_of(len(tasks), total), taken_of(len(eval_tasks), eval_total))
     return PreparedSimple(spec, tasks, eval_tasks, context, notices(config, spec, len(tasks)) + notes, counts)
+
+
+def _check_rollout_func(config: OrchestratorConfig) -> None:
+    """TRL gets the function as it is."""
+    given = config.rollout.rollout_func
+    if given is None:
+        return
+    function = found(given, "rollout_func")
+    if form_of(function) == "args":
+        raise ConfigError(
+            f"rollout_func: {described(function)} takes (prompts, args, processing_class), and TRL 1.16, which "
+            "runs with mode: simple, calls it with (prompts, trainer); take these, or use mode: orchestrated"
+        )
+    if not BACKENDS.get(config.runtime.backend).shares_memory:
+        raise ConfigError(
+            f"rollout_func: with mode: simple and backend: {config.runtime.backend} it would not be where the trainer "
+            "is; use backend: inline, or mode: orchestrated"
+        )
 
 
 def check_installed() -> None:

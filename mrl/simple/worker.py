@@ -23,6 +23,7 @@ from mrl.loop.resume import random_state, set_random_state
 from mrl.modeling.fixed_order import fixed_order
 from mrl.models import autocast_dtype, load_classifier, load_model, load_tokenizer, pick_device
 from mrl.rollouts.prompts import PromptEncoder
+from mrl.rollouts.tools.functions import found
 from mrl.simple.data import examples_dataset, prompts_dataset
 from mrl.simple.hooks import hooked
 from mrl.simple.option_rows import ChosenOptions, TrainerFacts
@@ -114,6 +115,8 @@ class SimpleWorker:
         arguments: dict[str, Any] = {}
         if spec.online:
             arguments["reward_funcs"] = self._reward_functions(values)
+        if config.rollout.rollout_func is not None:
+            arguments["rollout_func"] = found(config.rollout.rollout_func, "rollout_func")
         if config.model.use_lora:
             arguments["peft_config"] = lora_config(config.model, "SEQ_CLS" if spec.classifier else "CAUSAL_LM")
         with self._explained(), _no_progress_bars():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mrl.backends.base import WorkerHandle
 from mrl.errors import EngineDied, EngineError, SyncError, WorkerDied
-from mrl.types import Completion, GenerateRequest
+from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence
 from mrl.workers.rollout import CallBatch
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class RolloutPool:
         max_restarts: int = 10,
     ) -> None:
         self.max_model_len = max_model_len
+        self.version = 0
+        """Of the weights that all workers have."""
         self.workers = workers
         self.spawn, self.note = spawn, note or (lambda message: None)
         self.restarts, self.max_restarts = 0, max_restarts
@@ -92,6 +94,25 @@ class RolloutPool:
                 self.load[place] -= 1
                 self._wake()
 
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
+        """Of each completion's tokens, at the sequences' temperature, which is the same for all. Raises EngineError
+        where the engine cannot say them, and as `generate` where nobody is left."""
+        asked = GenerateRequest("logprobs", sequences[0].prompt_ids, SamplingParams(), seed=0)
+        prompts, completions = [one.prompt_ids for one in sequences], [one.completion_ids for one in sequences]
+        while True:
+            place = await self._acquire_place(asked)
+            worker = self.workers[place]
+            try:
+                scored: list[list[float]] = await worker.call(
+                    "compute_logprobs", prompts, completions, sequences[0].temperature
+                )
+                return scored
+            except (EngineDied, WorkerDied) as error:
+                await self._replace_dead(place, worker, error)
+            finally:
+                self.load[place] -= 1
+                self._wake()
+
     async def ask_capacity(self) -> None:
         """Ask new workers how many requests they take. Called before the first requests, so that those are sent at once
         and in order."""
@@ -110,6 +131,7 @@ class RolloutPool:
                 place = next(i for i, worker in enumerate(self.workers) if worker.name == name)
                 await self._replace(place, reason)
             self.last_sync = method, actor
+            self.version = version
         return report
 
     def prefill_metrics(self) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""The policy over HTTP, for programs that fetch completions themselves."""
