@@ -54,7 +54,8 @@ class ToolSource:
             return False
         made = environment_factory if isinstance(environment_factory, dict) else {None: environment_factory}
         kinds = [found(one, "environment_factory") for one in made.values()]
-        return all(not inspect.isclass(kind) or hasattr(kind, "get_reward") for kind in kinds)
+        own = ("get_reward", "step_reward")
+        return all(not inspect.isclass(kind) or any(hasattr(kind, name) for name in own) for kind in kinds)
 
     def gives_rewards(self) -> bool:
         """Whether every environment does, as far as an instance of each shows."""
@@ -151,12 +152,14 @@ class ToolEpisode:
         return messages
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """What the turn's calls return."""
+        """What the turn's calls return, and what they earned where the environment says so."""
         self.counts["tool_calls"] += len(turn.tool_calls)
         self.counts["malformed_calls"] += len(turn.malformed)
         if not turn.tool_calls:
             return Step(done=True)
-        return Step([_message(call, text) for call, text in await self._results(turn.tool_calls)])
+        self.environment.begin_step()
+        messages = [_message(call, text) for call, text in await self._results(turn.tool_calls)]
+        return Step(messages, self.environment.step_reward())
 
     async def rewards(self) -> dict[str, float | None]:
         """The environment's, under the name of its class."""
