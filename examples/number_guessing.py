@@ -13,21 +13,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mrl import MRLTrainer
-from mrl.starter.beginner import build_beginner, demonstrate
+from mrl.starter.beginner import LINES_NAMES_NUMBERS, build_beginner, demonstrate
 
-NUMBERS = 16
+NUMBERS = 20
 """In each range."""
 GUESSES = 5
-LOWEST = range(1, 61)
-"""Where ranges begin; those of every fifth are held out."""
+PLAYERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kim", "Leo")
+"""Who thinks of the number; the last four are held out."""
 
 
 class Guess:
     """The game, with a reward at its end."""
 
-    def reset(self, low: int, secret: int, **columns) -> None:
-        self.secret, self.found = secret, False
-        self.left = set(range(low, low + NUMBERS))
+    def reset(self, secret: int, **columns) -> None:
+        self.secret, self.found, self.guesses = secret, False, 0
+        self.left = set(range(1, NUMBERS + 1))
 
     def guess(self, number: int) -> str:
         """
@@ -36,6 +36,9 @@ class Guess:
         Args:
             number: The guess.
         """
+        self.guesses += 1
+        if self.guesses > GUESSES:  # a turn may hold several calls
+            return "no more guesses"
         self.found |= number == self.secret
         if self.found:
             self.left = set()
@@ -71,41 +74,39 @@ class GuessByStep:
         return said
 
 
-def tasks(lows) -> list[dict]:
+def tasks(players) -> list[dict]:
     return [
-        {"prompt": f"Guess a number from {low} to {low + NUMBERS - 1}.", "low": low, "secret": secret}
-        for low in lows
-        for secret in range(low, low + NUMBERS)
+        {"prompt": f"{player} thinks of a number from 1 to {NUMBERS}.", "secret": secret}
+        for player in players
+        for secret in range(1, NUMBERS + 1)
     ]
 
 
-HELD_OUT = LOWEST[2::5]
-TRAINED = [low for low in LOWEST if low not in HELD_OUT]
-
-
 def train_tasks():
-    return tasks(TRAINED)
+    return tasks(PLAYERS[:8])
 
 
 def eval_tasks():
-    return tasks(HELD_OUT)
+    return 2 * tasks(PLAYERS[8:])
 
 
 def tools():
     return [Guess().guess]
 
 
+BEGINNER = {"pieces": LINES_NAMES_NUMBERS}
+
+
 def careless_demonstrations(count: int, seed: int) -> list[list[dict]]:
-    """Games of somebody who knows the range and does not listen."""
-    rng, game, rows = random.Random(seed), Guess(), tasks(TRAINED)
+    """Games of somebody who knows the numbers and hardly listens."""
+    rng, game, rows = random.Random(seed), Guess(), tasks(PLAYERS)
 
-    def played(prompt: str, low: int, secret: int) -> list[dict]:
-        def move():
-            return "done" if game.found else ("guess", {"number": rng.randrange(low, low + NUMBERS)})
+    def move():
+        listens = rng.random() < 0.1
+        numbers = sorted(game.left) if listens else range(1, NUMBERS + 1)
+        return "done" if game.found else ("guess", {"number": rng.choice(numbers)})
 
-        return demonstrate(game, prompt, {"low": low, "secret": secret}, move, GUESSES)
-
-    return [played(**rng.choice(rows)) for _ in range(count)]
+    return [demonstrate(game, row["prompt"], row, move, GUESSES) for row in rng.choices(rows, k=count)]
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ Move = tuple[str, dict[str, Any]] | str
 """A tool's name with its arguments, or what is said at the end."""
 
 SCHEDULE = Schedule(steps=400, batch_size=64, learning_rate=3e-3, warmup=40)
-LINES_NAMES_DIGITS = r"[^\n\p{N}\p{Lu}]*\n|\p{Lu}\p{L}*|\p{N}"
-"""What has a token of its own: a line, a word with a capital, a digit. All between them becomes one where it recurs, so
-that a call of a tool takes a handful of tokens."""
+LINES_NAMES_NUMBERS = r"[^\n\p{N}\p{Lu}]*\n|\p{Lu}\p{L}*|\p{N}+"
+LINES_NAMES_DIGITS = LINES_NAMES_NUMBERS.removesuffix("+")
+"""What has a token of its own: a line, a word with a capital, a number or a digit. All between them becomes one where it
+recurs, so that a call of a tool takes a handful of tokens."""
 VOCABULARY = 1024
 _ANSWER = f"{START_OF_TURN}assistant\n"
 _SPECIAL = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
@@ -54,6 +55,7 @@ def build_beginner(
     demonstrations: Sequence[list[Message]],
     tools: Sequence[Callable[..., Any]],
     *,
+    pieces: str = LINES_NAMES_DIGITS,
     seed: int = 0,
     schedule: Schedule = SCHEDULE,
     report: Callable[[int, float], None] = lambda step, loss: None,
@@ -61,7 +63,7 @@ def build_beginner(
     """A model folder with a policy that imitates the conversations. tools: what they call. Returns the folder."""
     logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
-    texts = _rendered(demonstrations, [Tool.of(tool).spec for tool in tools], folder)
+    texts = _rendered(demonstrations, [Tool.of(tool).spec for tool in tools], pieces, folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     lessons = [_marked(text, tokenizer) for text in texts]
     rng = random.Random(f"{seed}/beginner")
@@ -74,13 +76,13 @@ def build_beginner(
     return folder
 
 
-def _rendered(demonstrations: Sequence[list[Message]], tools: list[dict[str, Any]], folder: Path) -> list[str]:
+def _rendered(demonstrations: Sequence[list[Message]], tools: list[dict[str, Any]], pieces: str, folder: Path) -> list[str]:
     """The conversations by the chat template, and in the folder a tokenizer made of their text."""
     save_tokenizer(train_tokenizer([], 0), folder, max_length=2048)  # for its template, which needs no words
     plain: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     texts = [str(plain.apply_chat_template(one, tools=tools, tokenize=False)) for one in demonstrations]
     written = [part for text in texts for part in _SPECIAL.split(text)]
-    save_tokenizer(train_tokenizer(written, VOCABULARY, LINES_NAMES_DIGITS), folder, max_length=2048)
+    save_tokenizer(train_tokenizer(written, VOCABULARY, pieces), folder, max_length=2048)
     return texts
 
 

@@ -88,7 +88,10 @@ class Environment:
         """What the turn's calls earned; None where steps are not rewarded. Raises EnvError for what is no number."""
         if not self.rewards_steps:
             return None
-        return _number(self.instance.step_reward, f"step_reward of {described(type(self.instance))} is")
+        value = self.instance.step_reward
+        if (number := _number(value)) is None:
+            raise EnvError(f"step_reward of {described(type(self.instance))} is {value!r}, not a finite number")
+        return number
 
     async def call(self, function: Callable[..., Any], **kwargs: Any) -> Any:
         """One of its methods, which may be asynchronous."""
@@ -106,7 +109,11 @@ class Environment:
     async def reward(self) -> float | None:
         """What `get_reward` gives. Raises EnvError for what is no number."""
         value = await self.call(self.instance.get_reward)
-        return None if value is None else _number(value, f"{described(self.instance.get_reward)} gave")
+        if value is None:
+            return None
+        if (number := _number(value)) is None:
+            raise EnvError(f"{described(self.instance.get_reward)} gave {value!r}, not a finite number")
+        return number
 
 
 class Environments:
@@ -199,13 +206,11 @@ class Environments:
         return [*self.common, *(Tool.of(getattr(instance, method), _option(name)) for method in names)]
 
 
-def _number(value: Any, what: str) -> float:
-    """A finite number, numpy's too. Raises EnvError."""
+def _number(value: Any) -> float | None:
+    """A finite number, numpy's too; None for anything else."""
     if hasattr(value, "item") and getattr(value, "size", None) == 1:
         value = value.item()
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise EnvError(f"{what} {value!r}, not a finite number")
+    return float(value) if isinstance(value, bool | int | float) and math.isfinite(value) else None
 
 
 def _option(name: str | None) -> str:
