@@ -301,7 +301,10 @@ def _with_model(
     made = ROLLOUT_SOURCES.get(config.rollout.source).create(setup, **config.rollout.source_options)
     gives = getattr(made, "gives_rewards", None)
     if config.reward.reward_funcs == "own" and gives is not None and not gives():
-        raise ConfigError("reward_funcs: the environment has no get_reward, so give a function that says what counts")
+        raise ConfigError(
+            "reward_funcs: the environment has no get_reward and no step_reward, so give a function that says what "
+            "counts"
+        )
     if check := getattr(made, "check_tasks", None):
         check([*tasks, *eval_tasks])
     early = _can_score_early(config, rewards)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
+from math import fsum
 from time import perf_counter
 from typing import Protocol, TypeVar
 
@@ -177,7 +178,7 @@ class _Attempt:
         if given is None:
             raise EnvError(f"no reward within the {self.limits.step_seconds:g} s of step_timeout")
         if self.rewarded:
-            given = {"environment": float(sum(self.step_rewards)), **given}
+            given = {"environment": fsum(self.step_rewards), **given}
         prompt, completion = _as_asked(self.task.prompt, first, said)
         counts = {"turns": float(talk.turns), "turns_extended": float(talk.extended)} | self.episode.counts
         return Rollout(

@@ -1,4 +1,4 @@
-"""The starter policy and its supervised phase: next-token prediction on the demonstrations' answers."""
+"""Small policies and their supervised phase: next-token prediction on the demonstrations' answers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from mrl.starter.corpus import Lesson, answer
 IGNORED = -100
 """Label of the tokens that the loss leaves out."""
 
+Marked = tuple[list[int], list[bool]]
+"""Token ids, and which of them are learned: the answers'."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -24,14 +27,16 @@ class Schedule:
     warmup: int = 100
 
 
-def new_policy(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """An untrained Llama of 0.8 million float32 parameters."""
+def new_policy(
+    tokenizer: PreTrainedTokenizerBase, seed: int, *, hidden_size: int = 128, layers: int = 4
+) -> LlamaForCausalLM:
+    """An untrained Llama in float32, of 0.8 million parameters unless its size is given."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
@@ -53,20 +58,39 @@ def train(
     seed: int,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """AdamW with warm-up and cosine decay. Every epoch draws new demonstrations, right or with a mistake."""
+    """On answers to the lessons' prompts. Every epoch draws new demonstrations, right or with a mistake."""
     rng = random.Random(f"{seed}/supervised")
     prompts = [_prompt_ids(tokenizer, lesson.prompt) for lesson in lessons]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, schedule))
     order: list[int] = []
-    model.train()
-    for step in range(schedule.steps):
+
+    def draw() -> list[Marked]:
+        nonlocal order
         if len(order) < schedule.batch_size:
             order = rng.sample(range(len(lessons)), k=len(lessons))
         batch = [order.pop() for _ in range(schedule.batch_size)]
         answers = [answer(lessons[i].demonstrate(rng)) + tokenizer.eos_token for i in batch]
-        inputs = _collate([prompts[i] for i in batch], tokenizer(answers)["input_ids"], tokenizer.pad_token_id)
-        loss = model(**inputs, use_cache=False).loss
+        written = tokenizer(answers)["input_ids"]
+        return [
+            (prompts[i] + ids, [False] * len(prompts[i]) + [True] * len(ids))
+            for i, ids in zip(batch, written, strict=True)
+        ]
+
+    fit(model, draw, tokenizer.pad_token_id, schedule, report)
+
+
+def fit(
+    model: LlamaForCausalLM,
+    draw: Callable[[], list[Marked]],
+    padding: int,
+    schedule: Schedule,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """AdamW with warm-up and cosine decay, a batch that `draw` gives at each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, schedule))
+    model.train()
+    for step in range(schedule.steps):
+        loss = model(**_collate(draw(), padding), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -89,15 +113,14 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return tokenizer(text)["input_ids"]
 
 
-def _collate(prompts: list[list[int]], answers: list[list[int]], padding: int) -> dict[str, Tensor]:
-    """Right-padded input_ids, attention_mask and labels (answers only), each (B, longest)."""
-    longest = max(len(prompt) + len(ids) for prompt, ids in zip(prompts, answers, strict=True))
-    input_ids = torch.full((len(prompts), longest), padding)
-    labels = torch.full((len(prompts), longest), IGNORED)
-    mask = torch.zeros((len(prompts), longest), dtype=torch.long)
-    for row, (prompt, ids) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(ids)
-        input_ids[row, :end] = torch.tensor(prompt + ids)
-        labels[row, len(prompt) : end] = torch.tensor(ids)
-        mask[row, :end] = 1
+def _collate(rows: list[Marked], padding: int) -> dict[str, Tensor]:
+    """Right-padded input_ids, attention_mask and labels, each (B, longest)."""
+    longest = max(len(ids) for ids, _ in rows)
+    input_ids = torch.full((len(rows), longest), padding)
+    labels = torch.full((len(rows), longest), IGNORED)
+    mask = torch.zeros((len(rows), longest), dtype=torch.long)
+    for row, (ids, marks) in enumerate(rows):
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        labels[row, : len(ids)] = torch.where(torch.tensor(marks), torch.tensor(ids), IGNORED)
+        mask[row, : len(ids)] = 1
     return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}

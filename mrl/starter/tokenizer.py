@@ -40,12 +40,15 @@ CHAT_TEMPLATE = (
 """ChatML. Append-only: what a history renders to is a prefix of what the longer history renders to."""
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Byte-level BPE over `texts`. All 256 bytes are tokens, so any text can be written and read back unchanged."""
+def train_tokenizer(texts: Iterable[str], vocabulary: int, pieces: str = WORDS_AND_DIGITS) -> Tokenizer:
+    """Byte-level BPE over `texts`. All 256 bytes are tokens, so any text can be written and read back unchanged.
+
+    pieces: what is cut out of a text, so that no token reaches beyond it.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(WORDS_AND_DIGITS), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

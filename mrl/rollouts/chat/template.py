@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ _TAG = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])$")
 """What opens a block of thinking."""
 _PROMPT_END = 24
 """Tokens at the end of a prompt that may open such a block."""
+_TEXTS_KEPT = 128
+"""Texts whose ids are kept."""
 
 
 class TemplateChat:
@@ -46,6 +49,9 @@ class TemplateChat:
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({end for end in ends if isinstance(end, int)}))
         self.thinking = self._thinking_tags()
         self.calls: CallSyntax | None = derive_call_syntax(self._text, self.turn_end)
+        self._endings: dict[str, str] = {}
+        self._ids = lru_cache(_TEXTS_KEPT)(self._tokenised)
+        """Attempts of a task begin alike, and environments repeat themselves."""
         self.takes_tools = self.calls is not None
 
     def closes(self, token_id: int) -> bool:
@@ -54,20 +60,20 @@ class TemplateChat:
 
     def render(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of a prompt that the assistant continues."""
-        return self._ids(self._text(messages, tools, prompt=True))
+        return list(self._ids(self._text(messages, tools, prompt=True)))
 
     def extend(self, past: Past, new: list[Message]) -> list[int] | None:
         """Ids between a completion and the next turn, or None."""
         history = self._text(past.messages, past.tools, prompt=True)
         mark = next(text for n in count() if (text := f"zqmark{n}zq") not in history + json.dumps(new, default=str))
         marked = _marked(past.turn, mark)
-        alone = self._text([*past.messages, marked], past.tools)
+        ending = self._ending(past, marked, mark)
         whole = self._text([*past.messages, marked, *new], past.tools, prompt=True)
-        if not whole.startswith(history) or alone.count(mark) != 1 or whole.count(mark) != 1:
+        if not whole.startswith(history) or ending is None or whole.count(mark) != 1:
             return None
         if past.turn.reasoning is not None and not past.turn.still_thinking and _THOUGHT not in whole[len(history) :]:
             return None
-        tail, ending = whole.partition(mark)[2], alone.partition(mark)[2]
+        tail = whole.partition(mark)[2]
         if not ending.endswith(self.turn_end):
             return None
         closing = ending.removesuffix(self.turn_end)  # of the call that the mark is in, or of the thinking
@@ -102,14 +108,29 @@ class TemplateChat:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DataError(f"the chat template does not take these messages ({roles}): {error}") from error
 
-    def _ids(self, text: str) -> list[int]:
+    def _ending(self, past: Past, marked: Message, mark: str) -> str | None:
+        """What the template writes after the mark, where nothing follows the turn; None where it hides the mark.
+
+        It closes what the mark is in, so it is found once for all turns that are made of the same parts.
+        """
+        parts = json.dumps([mark, marked, past.tools != []], default=str)
+        if parts not in self._endings:
+            alone = self._text([*past.messages, marked], past.tools)
+            if alone.count(mark) != 1:
+                return None
+            if len(self._endings) >= _TEXTS_KEPT:
+                self._endings.clear()
+            self._endings[parts] = alone.partition(mark)[2]
+        return self._endings[parts]
+
+    def _tokenised(self, text: str) -> tuple[int, ...]:
         text = text.encode("utf-8", "replace").decode("utf-8")  # no tokenizer takes half of a surrogate pair
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _ids_after(self, before: str, text: str) -> list[int]:
         """Ids of `text` where it follows `before`: some tokenizers put a space before whatever comes first."""
         first, both = self._ids(before), self._ids(before + text)
-        return both[len(first) :] if both[: len(first)] == first else self._ids(text)
+        return list(both[len(first) :] if both[: len(first)] == first else self._ids(text))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -17,6 +17,8 @@ from mrl.errors import ConfigError, EnvError
 from mrl.rollouts.tools.functions import Tool, described, distinct, found
 
 _NO_TOOLS = ("reset", "get_reward")
+_STEP_REWARD = "step_reward"
+"""Attribute of environments that reward each step."""
 
 
 class OwnThread:
@@ -72,6 +74,26 @@ class Environment:
         """Whether it has `get_reward`."""
         return hasattr(type(self.instance), "get_reward")
 
+    @property
+    def rewards_steps(self) -> bool:
+        """Whether it has `step_reward`, of its class or, once it was made or reset, its own."""
+        kind = type(self.instance)
+        return hasattr(kind, _STEP_REWARD) or _STEP_REWARD in getattr(self.instance, "__dict__", {})
+
+    def begin_step(self) -> None:
+        """Nothing is earned yet by the calls of this turn: what an earlier one earned is not given again."""
+        if self.rewards_steps:
+            self.instance.step_reward = 0.0
+
+    def step_reward(self) -> float | None:
+        """What the turn's calls earned; None where steps are not rewarded. Raises EnvError for what is no number."""
+        if not self.rewards_steps:
+            return None
+        value = self.instance.step_reward
+        if (number := _number(value)) is None:
+            raise EnvError(f"step_reward of {described(type(self.instance))} is {value!r}, not a finite number")
+        return number
+
     async def call(self, function: Callable[..., Any], **kwargs: Any) -> Any:
         """One of its methods, which may be asynchronous."""
         if inspect.iscoroutinefunction(function):
@@ -90,11 +112,9 @@ class Environment:
         value = await self.call(self.instance.get_reward)
         if value is None:
             return None
-        if isinstance(value, bool | int | float) and math.isfinite(value):
-            return float(value)
-        if hasattr(value, "item") and getattr(value, "size", None) == 1:  # numpy's numbers
-            return float(value.item())
-        raise EnvError(f"{described(self.instance.get_reward)} gave {value!r}, not a finite number")
+        if (number := _number(value)) is None:
+            raise EnvError(f"{described(self.instance.get_reward)} gave {value!r}, not a finite number")
+        return number
 
 
 class Environments:
@@ -118,8 +138,8 @@ class Environments:
             self.free[name] = [self._checked(name, make)]
 
     def scores(self) -> bool:
-        """Whether every environment gives a reward itself."""
-        return all(environment.gives_reward for free in self.free.values() for environment in free)
+        """Whether every environment gives rewards itself, at the end or by step."""
+        return all(one.gives_reward or one.rewards_steps for free in self.free.values() for one in free)
 
     def key_of(self, columns: dict[str, Any]) -> str | None:
         """Which of the factories a task wants. Raises ConfigError."""
@@ -168,6 +188,13 @@ class Environments:
             raise ConfigError(
                 f"{_option(name)}: {described(type(instance))} has no method `reset`, which begins an attempt"
             )
+        attribute = getattr(type(instance), _STEP_REWARD, 0.0)
+        if callable(attribute) or isinstance(attribute, property):
+            thread.end()
+            raise ConfigError(
+                f"{_option(name)}: step_reward of {described(type(instance))} is a method; it is a number, 0 before each "
+                "turn, to which the tools add what they are worth"
+            )
         return Environment(instance, thread, distinct(self._tools(name, instance), _option(name)))
 
     def _tools(self, name: str | None, instance: Any) -> list[Tool]:
@@ -184,6 +211,13 @@ def factory_of(given: Any, option: str = "environment_factory") -> Any:
     """What makes an environment: as it was given, by the name of a shipped or registered one, or imported by that of
     its file or module. Raises ConfigError."""
     return ENVIRONMENTS.get(given) if isinstance(given, str) and given.isidentifier() else found(given, option)
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, numpy's too; None for anything else."""
+    if hasattr(value, "item") and getattr(value, "size", None) == 1:
+        value = value.item()
+    return float(value) if isinstance(value, bool | int | float) and math.isfinite(value) else None
 
 
 def _option(name: str | None) -> str:

@@ -54,7 +54,8 @@ class ToolSource:
             return False
         made = environment_factory if isinstance(environment_factory, dict) else {None: environment_factory}
         kinds = [factory_of(one) for one in made.values()]
-        return all(not inspect.isclass(kind) or hasattr(kind, "get_reward") for kind in kinds)
+        own = ("get_reward", "step_reward")
+        return all(not inspect.isclass(kind) or any(hasattr(kind, name) for name in own) for kind in kinds)
 
     def gives_rewards(self) -> bool:
         """Whether every environment does, as far as an instance of each shows."""
@@ -127,6 +128,7 @@ class ToolEpisode:
         self.setup, self.task, self.environment, self.columns = setup, task, environment, columns
         self.tools: list[ToolSpec] = [tool.spec for tool in environment.tools.values()]
         self.counts: dict[str, float] = {"tool_calls": 0.0, "tool_errors": 0.0, "malformed_calls": 0.0}
+        self.steps = 0
 
     async def begin(self) -> list[Message]:
         """The task's prompt; what `reset` returns is added to its last message."""
@@ -151,18 +153,26 @@ class ToolEpisode:
         return messages
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """What the turn's calls return."""
+        """What the turn's calls return, and what they earned where the environment says so."""
         self.counts["tool_calls"] += len(turn.tool_calls)
         self.counts["malformed_calls"] += len(turn.malformed)
+        self.steps += 1
+        self.environment.begin_step()
         if not turn.tool_calls:
-            return Step(done=True)
-        return Step([_message(call, text) for call, text in await self._results(turn.tool_calls)])
+            return Step(reward=self.environment.step_reward(), done=True)
+        messages = [_message(call, text) for call, text in await self._results(turn.tool_calls)]
+        return Step(messages, self.environment.step_reward())
 
     async def rewards(self) -> dict[str, float | None]:
-        """The environment's, under the name of its class."""
-        if self.columns is None or not self.environment.gives_reward:
+        """The environment's, under the name of its class; where it rewards steps and a limit ended the first, 0."""
+        if self.columns is None:
             return {}
-        return {self.environment.name: await self.environment.reward()}
+        given: dict[str, float | None] = {}
+        if self.environment.rewards_steps and not self.steps:
+            given["environment"] = 0.0
+        if self.environment.gives_reward:
+            given[self.environment.name] = await self.environment.reward()
+        return given
 
     async def _results(self, calls: tuple[ToolCall, ...]) -> list[tuple[ToolCall, str]]:
         """In the order of the calls. Plain functions run one after the other, since they may depend on each other's

@@ -1,0 +1,151 @@
+"""A policy learns to use tools: to find out how old somebody's teacher is, it asks who she is, then her age, then answers.
+
+A beginner that knows the tools and calls any of them is built first, in a minute (`mrl.starter.beginner`); then it is
+trained on whether its answer is right, or with --step-rewards on what each step is worth.
+
+python examples/family_tools.py
+python examples/family_tools.py --step-rewards --seed 1
+"""
+
+import argparse
+import random
+from itertools import product
+from pathlib import Path
+
+from mrl import MRLTrainer
+from mrl.starter.beginner import LINES_NAMES_NUMBERS, build_beginner, demonstrate
+
+NAMES = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kim", "Leo", "Mia", "Ned", "Olga")
+PARENTS = ("teacher", "neighbour")
+QUESTIONS = list(product(NAMES, PARENTS))
+random.Random(0).shuffle(QUESTIONS)
+HELD_OUT, TRAINED = QUESTIONS[::3], [question for number, question in enumerate(QUESTIONS) if number % 3]
+TURNS = 4
+"""Who, how old, the answer, and that it is done."""
+
+
+class Family:
+    """Who is whose teacher and how old, other in every task; the tools to find out, and to answer."""
+
+    def reset(self, name: str, parent: str, family: dict[str, dict], **columns) -> None:
+        self.family, self.person = family, family[name][parent]
+        self.steps = [("parent", self.person), ("age", family[self.person]["age"])]
+        self.answered = self.right = False
+
+    def teacher(self, name: str) -> str:
+        """
+        Who somebody's teacher is.
+
+        Args:
+            name: Whose.
+        """
+        return self._told("parent", self.family[name]["teacher"])
+
+    def neighbour(self, name: str) -> str:
+        """
+        Who somebody's neighbour is.
+
+        Args:
+            name: Whose.
+        """
+        return self._told("parent", self.family[name]["neighbour"])
+
+    def age(self, name: str) -> int:
+        """
+        How old somebody is.
+
+        Args:
+            name: Who.
+        """
+        return self._told("age" if name == self.person else "another's age", self.family[name]["age"])
+
+    def answer(self, number: int) -> str:
+        """
+        Gives the answer; the first one counts.
+
+        Args:
+            number: The answer.
+        """
+        if not self.answered:
+            self.answered, self.right = True, number == self.family[self.person]["age"]
+            self._earn(float(self.right))
+        return "thanks"
+
+    def _told(self, what: str, it):
+        if self.steps and self.steps[0] == (what, it):  # the next that has to be found out
+            self.steps.pop(0)
+            self._earn(0.1)
+        return it
+
+    def _earn(self, reward: float) -> None:
+        """Told of what each step is worth: a tenth on the way, 1 for the right answer."""
+
+
+class Outcome(Family):
+    """With one reward, for the right answer."""
+
+    def get_reward(self) -> float:
+        return float(self.right)
+
+
+class Steps(Family):
+    """With rewards for steps alone."""
+
+    step_reward = 0.0
+
+    def _earn(self, reward: float) -> None:
+        self.step_reward += reward
+
+
+def tasks(questions, times: int, rng: random.Random) -> list[dict]:
+    """Each of the questions so many times, about other families."""
+
+    def family() -> dict[str, dict]:
+        drawn = {name: rng.sample([other for other in NAMES if other != name], 2) for name in NAMES}
+        return {name: {"teacher": m, "neighbour": f, "age": rng.randrange(20, 80)} for name, (m, f) in drawn.items()}
+
+    return [
+        {"prompt": f"How old is the {parent} of {name}?", "name": name, "parent": parent, "family": family()}
+        for name, parent in questions
+        for _ in range(times)
+    ]
+
+
+def careless_demonstrations(count: int, rng: random.Random) -> list[list[dict]]:
+    """Of somebody who asks anything of whoever was mentioned last, or makes up a number."""
+    family, rows = Family(), tasks(TRAINED, 50, rng)
+
+    def shown(prompt: str, **columns) -> list[dict]:
+        mentioned = columns["name"]
+
+        def move():
+            nonlocal mentioned
+            if family.answered:
+                return "done"
+            if isinstance(mentioned, int):
+                return "answer", {"number": mentioned}
+            if rng.random() < 0.1:
+                return "answer", {"number": rng.randrange(20, 80)}
+            tool, name = rng.choice((*PARENTS, "age")), mentioned
+            mentioned = family.family[name][tool]
+            return tool, {"name": name}
+
+        return demonstrate(family, prompt, columns, move, TURNS)
+
+    return [shown(**rng.choice(rows)) for _ in range(count)]
+
+
+def train_tasks():
+    return tasks(TRAINED, 10, random.Random(1))
+
+
+def eval_tasks():
+    return tasks(HELD_OUT, 20, random.Random(2))
+
+
+def tools():
+    family = Family()
+    return [family.teacher, family.neighbour, family.age, family.answer]
+
+
+BEGINNER = {"pieces": LINES_NAMES_NUMBERS}
