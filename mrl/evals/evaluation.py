@@ -19,6 +19,7 @@ from mrl.loop.reward_trial import try_rewards
 from mrl.loop.spawning import backend_of, spawn_rewards, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.prompts import PromptEncoder
+from mrl.rollouts.runner import close_source, start_source
 from mrl.system.gather import all_of
 from mrl.system.threads import in_thread
 from mrl.types import GenerateRequest, Group, derive_seed
@@ -74,6 +75,7 @@ async def evaluate(
         note(notice)
     backend = backend_of(config)
     try:
+        await start_source(prepared.source, backend, note)
         policy = await _policy(backend, config, prepared.max_model_len)
         rewards = await spawn_rewards(backend, config, note)
         collector = Collector.of(config, prepared, policy, rewards)
@@ -91,6 +93,7 @@ async def evaluate(
             done = await collector.collect(batch, samples_per_task, seed=seed, state=state, finished=finished)
             groups += done.groups
     finally:
+        await close_source(prepared.source)
         await backend.close()
     return summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
 

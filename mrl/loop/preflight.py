@@ -297,8 +297,9 @@ def _with_model(
     gives = getattr(made, "gives_rewards", None)
     if config.reward.reward_funcs == "own" and gives is not None and not gives():
         raise ConfigError("reward_funcs: the environment has no get_reward, so give a function that says what counts")
-    if check := getattr(made, "check_tasks", None):
-        check([*tasks, *eval_tasks])
+    for part in filter(None, (tasks, eval_tasks)):
+        if check := getattr(made, "check_tasks", None):
+            check(part)
     early = _can_score_early(config, rewards)
     return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, early, made)
 

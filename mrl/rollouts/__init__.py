@@ -12,7 +12,11 @@ from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource, SourceSe
 ROLLOUT_SOURCES: Registry[type[RolloutSource] | type[BatchSource]] = Registry(
     "rollouts",
     "rollout_source",
-    {"single_turn": "mrl.rollouts.single_turn:SingleTurn", "tools": "mrl.rollouts.tools.source:ToolSource"},
+    {
+        "single_turn": "mrl.rollouts.single_turn:SingleTurn",
+        "tools": "mrl.rollouts.tools.source:ToolSource",
+        "openenv": "mrl.rollouts.openenv.source:OpenEnvSource",
+    },
 )
 
 
