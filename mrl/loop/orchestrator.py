@@ -200,6 +200,13 @@ class Orchestrator(RecordedRun):
         counted: dict[str, float] = getattr(self.prepared.source, "metrics", dict)()
         return {f"rollout/{name}": value for name, value in counted.items()}
 
+    def _note_of_source(self, message: str) -> None:
+        """Before the run is announced, it waits for that."""
+        if self._trained:
+            self._note(message)
+        else:
+            self.prepared.notices.append(message)
+
     async def _reference_kl(self, samples: list[Sample]) -> list[float]:
         kl: list[float] = await self.actor.call("reference_kl", samples, self.config.generation.temperature)
         return kl
@@ -290,7 +297,7 @@ class Orchestrator(RecordedRun):
     async def _start_workers(self) -> dict[str, Any]:
         config, prepared = self.config, self.prepared
         length = prepared.max_model_len
-        await start_source(prepared.source, self.backend, prepared.notices.append)
+        await start_source(prepared.source, self.backend, self._note_of_source)
         self.actor: WorkerHandle = await spawn_actor(self.backend, config, length, self.total_steps)
 
         async def spawn(index: int) -> WorkerHandle:

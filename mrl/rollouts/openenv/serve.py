@@ -14,6 +14,7 @@ _HERE = str(Path(__file__).resolve().parent)
 sys.path[:] = [entry for entry in sys.path if entry != _HERE]  # files beside this one are no modules of their own
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import functools  # noqa: E402
 import importlib  # noqa: E402
 import importlib.util  # noqa: E402
@@ -100,12 +101,20 @@ def found(name: str) -> Any:
 def watch(command: list[str]) -> int:
     """Run it in a process group of its own, and end that when our standard input ends."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    threading.Thread(target=_end_command, args=(process,), daemon=True).start()
-    return process.wait()
+    ending = threading.Event()
+    thread = threading.Thread(target=_end_command, args=(process, ending), daemon=True)
+    thread.start()
+    code = process.wait()
+    if ending.is_set():
+        thread.join()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind
+    return code
 
 
-def _end_command(process: subprocess.Popen[bytes]) -> None:
+def _end_command(process: subprocess.Popen[bytes], ending: threading.Event) -> None:
     sys.stdin.buffer.read()
+    ending.set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

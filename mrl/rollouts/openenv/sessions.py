@@ -17,6 +17,8 @@ from mrl.rollouts.tools.functions import described
 
 _CODE = re.compile(r"^(?:Server error: )?(?P<message>.*) \(code: (?P<code>\w+)\)$", re.DOTALL)
 """How OpenEnv's clients word an error of the server."""
+CLOSING_SECONDS = 10.0
+"""How long an environment may take over being closed."""
 
 
 class Session(Protocol):
@@ -61,7 +63,8 @@ class ClientSession:
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):  # the connection is given up, whatever its other end says to that
-            await self.client.close()
+            async with asyncio.timeout(CLOSING_SECONDS):
+                await self.client.close()
 
     async def _ask(self, what: str, ask: Callable[[], Awaitable[Any]]) -> Result:
         from websockets.exceptions import WebSocketException
@@ -139,7 +142,7 @@ class ObjectSession:
     async def close(self) -> None:
         close = getattr(self.instance, "close", None)
         with contextlib.suppress(Exception):  # nobody uses it any more
-            async with asyncio.timeout(self.seconds):
+            async with asyncio.timeout(CLOSING_SECONDS):
                 closed = None if close is None else await self.thread.call(close)
                 if inspect.isawaitable(closed):
                     await closed
