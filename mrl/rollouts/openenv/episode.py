@@ -34,6 +34,9 @@ class OpenEnvEpisode:
         self.setup, self.task, self.session, self.first = setup, task, session, first
         self.builder, self.parser, self.tools = builder, parser, tools
         self.history: list[str] = []
+        self.steps, self.reward = 0, 0.0
+        self.parts: dict[str, float] = {}
+        """Of the reward so far, by name."""
         self.counts: dict[str, float] = {"malformed_calls": 0.0}
         if tools:
             self.counts |= {"tool_calls": 0.0, "tool_errors": 0.0}
@@ -62,22 +65,33 @@ class OpenEnvEpisode:
         if action is None:
             self.counts["malformed_calls"] += 1
             return Step(done=True)
-        result = await self.session.step(action)
+        result = await self._step(action)
         self.history.append(f"Step {len(self.history) + 1}: {shown(action)} -> reward {result.reward or 0.0:+.2f}")
         if result.done:
             return Step(reward=result.reward, done=True)
         return Step(await self.builder(result.observation, len(self.history) + 1, self.history), result.reward)
 
     async def rewards(self) -> dict[str, float | None]:
-        """There are those of the steps only."""
-        return {}
+        """Those of the steps; where these name parts, each of them and the rest. Without a step it is nothing."""
+        if not self.steps:
+            return {"environment": 0.0}
+        rest = self.reward - sum(self.parts.values())
+        return {"environment": rest, **self.parts} if self.parts else {}
+
+    async def _step(self, action: Any) -> Result:
+        result = await self.session.step(action)
+        self.steps += 1
+        self.reward += result.reward or 0.0
+        for name, value in result.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
+        return result
 
     async def _call_tools(self, turn: AssistantTurn) -> Step:
         self.counts["tool_calls"] += len(turn.tool_calls)
         self.counts["malformed_calls"] += len(turn.malformed)
         step = Step(done=not turn.tool_calls)
         for call in turn.tool_calls:
-            result = await self.session.step(call_action(call))
+            result = await self._step(call_action(call))
             text, failed = result_text(result.observation)
             self.counts["tool_errors"] += failed
             step.messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})

@@ -31,7 +31,8 @@ class Result:
     observation: Any
     reward: float | None = None
     done: bool = False
-    metadata: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of the reward, by name (`rewards` in the metadata)."""
 
 
 class AtCapacity(EnvError):
@@ -73,7 +74,10 @@ def result_of(answer: Any, who: str, *, typed: bool) -> Result:
         seen = as_fields({name: value for name, value in seen.model_dump().items() if name not in AnswerFields})
     elif not typed:
         seen = as_fields(seen)
-    return Result(seen, reward_of(answer.reward, who), bool(answer.done), dict(metadata or {}))
+    named = metadata.get("rewards") if isinstance(metadata, dict) else None
+    parts = {str(name): reward_of(value, who) or 0.0 for name, value in named.items()} if named else {}
+    reward = reward_of(answer.reward, who)
+    return Result(seen, sum(parts.values()) if reward is None and parts else reward, bool(answer.done), parts)
 
 
 def reward_of(value: Any, who: str) -> float | None:

@@ -74,6 +74,10 @@ def parameter(env: Any, place: int) -> Any:
             types = typing.get_args(generic)
             if len(types) > place and inspect.isclass(types[place]):
                 return types[place]
+    if hasattr(env, "mcp_session"):  # its actions are calls of tools
+        from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+
+        return (CallToolAction, CallToolObservation)[place]
     try:
         hints = typing.get_type_hints(env.step)
     except (NameError, TypeError, AttributeError):
@@ -113,7 +117,7 @@ def watch(command: list[str]) -> int:
 
 
 def _end_command(process: subprocess.Popen[bytes], ending: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    _until_alone()
     ending.set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -125,8 +129,13 @@ def _end_command(process: subprocess.Popen[bytes], ending: threading.Event) -> N
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    _until_alone()
     os._exit(0)
+
+
+def _until_alone() -> None:
+    while os.read(0, 4096):  # unbuffered: the interpreter may end meanwhile
+        pass
 
 
 if __name__ == "__main__":

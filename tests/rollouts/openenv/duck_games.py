@@ -42,6 +42,10 @@ class Guess:
             return Seen(text="?", reward="1.0")
         if "long" in action.text:
             return Seen(text="x" * 10_000_000)
+        if "parts" in action.text:
+            return Seen(
+                text="so so", reward=1.0 if "more" in action.text else None, metadata={"rewards": {"style": 0.25}}
+            )
         if "sleep" in action.text:
             time.sleep(1)
         found = action.text.strip() == str(self.secret)

@@ -75,7 +75,14 @@ async def test_builder_and_parser_make_what_is_seen_and_done() -> None:
         "3. cd ['Step 1: go -> reward +0.50', 'Step 2: go -> reward +0.50']",
     ]
     (rollout,) = await outcome([" "], rows=rows, env_class=TwoTexts, prompt_builder=both, action_parser=parse)
-    assert (rollout.status, rollout.metrics["malformed_calls"], rollout.rewards) == ("ok", 1.0, {})
+    assert (rollout.status, rollout.metrics["malformed_calls"], rollout.rewards) == ("ok", 1.0, {"environment": 0.0})
+
+
+async def test_parts_of_a_reward_have_names() -> None:
+    rows, limits = [{"prompt": "Play."}], TurnLimits(turns=2)
+    (rollout,) = await outcome(["parts", "more parts"], rows=rows, env_class=Guess, limits=limits)
+    assert rollout.step_rewards == [0.25, 1.0]
+    assert rollout.rewards == {"environment": 0.75, "style": 0.5}
 
 
 @pytest.mark.parametrize(
