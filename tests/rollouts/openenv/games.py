@@ -49,7 +49,7 @@ class Guess(Environment[GuessAction, GuessObservation, State]):
             os._exit(7)
         if "sleep" in action.text:
             time.sleep(1)
-        found = action.text.strip() == str(self.secret)
+        found = str(self.secret) in action.text
         return GuessObservation(text="right" if found else "wrong", reward=float(found), done=found)
 
     @property

@@ -271,7 +271,8 @@ if sys.argv[1] == "run":
     port = sys.argv[sys.argv.index("-p") + 1].split(":")[0]
     env = dict(pair.split("=") for flag, pair in zip(sys.argv, sys.argv[1:]) if flag == "-e")
     env["TASK"] = sys.argv[-1]
-    process = subprocess.Popen([sys.executable, {LIGHT!r}, port], env=os.environ | env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}}
+    process = subprocess.Popen([sys.executable, {LIGHT!r}, port], env=os.environ | env, **quiet)
     print(process.pid)
 elif sys.argv[1] == "stop":
     os.kill(int(sys.argv[2]), 15)
