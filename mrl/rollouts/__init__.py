@@ -16,6 +16,7 @@ ROLLOUT_SOURCES: Registry[type[RolloutSource] | type[BatchSource]] = Registry(
         "single_turn": "mrl.rollouts.single_turn:SingleTurn",
         "tools": "mrl.rollouts.tools.source:ToolSource",
         "rollout_func": "mrl.rollouts.function.source:FunctionSource",
+        "openenv": "mrl.rollouts.openenv.source:OpenEnvSource",
     },
 )
 

@@ -85,7 +85,10 @@ class RolloutSource(Protocol):
     function (a method, if that depends on the source's options, which it then gets); `gives_rewards()` says of an
     object whether it really does. A rollout that has a reward is not scored again; parts in `Rollout.rewards` are added
     to what reward functions give. `keeps_time = True` where it ends attempts at their limits itself
-    (`mrl.rollouts.multi_turn`), so that `rollout_timeout` does not fail them.
+    (`mrl.rollouts.multi_turn`), so that `rollout_timeout` does not fail them. `start(backend, note)` and `close()`,
+    asynchronous, are called before the first attempt (before anything expensive is loaded) and after the last.
+    `metrics()` gives numbers for each step, whose names `metric_names` lists. `may_change` names options that may
+    differ when a run is resumed.
     """
 
     @classmethod

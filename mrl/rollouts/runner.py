@@ -15,15 +15,30 @@ import inspect
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.errors import ConfigError, EngineDied, SyncError, WorkerDied
 from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource
 from mrl.system.gather import all_of, is_being_cancelled
 from mrl.types import Group, Rollout, Task, derive_seed
 
+if TYPE_CHECKING:
+    from mrl.backends import Backend
+
 ENDS_ALL = (WorkerDied, EngineDied, SyncError, ConfigError)
 """Errors that are nobody's rollout's."""
+
+
+async def start_source(source: Any, backend: Backend, note: Callable[[str], None]) -> None:
+    """Let a source start what it needs, where it has to. Raises ConfigError for what cannot work."""
+    if (start := getattr(source, "start", None)) is not None:
+        await start(backend, note)
+
+
+async def close_source(source: Any) -> None:
+    """Let it end what it has started."""
+    if (close := getattr(source, "close", None)) is not None:
+        await close()
 
 
 class Runner:
