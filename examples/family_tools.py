@@ -7,13 +7,10 @@ python examples/family_tools.py
 python examples/family_tools.py --step-rewards --seed 1
 """
 
-import argparse
 import random
 from itertools import product
-from pathlib import Path
 
-from mrl import MRLTrainer
-from mrl.starter.beginner import LINES_NAMES_NUMBERS, build_beginner, demonstrate
+from mrl.starter.beginner import LINES_NAMES_NUMBERS, demonstrate
 
 NAMES = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kim", "Leo", "Mia", "Ned", "Olga")
 PARENTS = ("teacher", "neighbour")

@@ -76,7 +76,9 @@ def build_beginner(
     return folder
 
 
-def _rendered(demonstrations: Sequence[list[Message]], tools: list[dict[str, Any]], pieces: str, folder: Path) -> list[str]:
+def _rendered(
+    demonstrations: Sequence[list[Message]], tools: list[dict[str, Any]], pieces: str, folder: Path
+) -> list[str]:
     """The conversations by the chat template, and in the folder a tokenizer made of their text."""
     save_tokenizer(train_tokenizer([], 0), folder, max_length=2048)  # for its template, which needs no words
     plain: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)

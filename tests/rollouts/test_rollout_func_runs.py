@@ -181,7 +181,7 @@ def test_the_policy_is_served_where_another_source_makes_the_rollouts(tiny_model
     assert at(rollout_func="x.py:f", serve="off") is None
 
 
-# --- scripts written for TRL --------------------------------------------------------------------------------------------
+# --- scripts written for TRL ------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import requests
