@@ -125,6 +125,7 @@ OTHER: dict[str, Any] = {
     "reward_weights": ([1.0], {}),
     "reward_timeout": (5.0, {}),
     "reward_trial": (False, {}),
+    "reward_processing_classes": ([None], {}),
     "sandbox": ("process", {}),
     "sandbox_options": ({"slots": 2}, {}),
     "sandbox_timeout": (5.0, {}),
