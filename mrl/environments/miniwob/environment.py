@@ -194,11 +194,15 @@ class _Session:
         return self._working(work, ACT_SECONDS)
 
     async def _look(self, passes: float, screenshot: bool) -> dict[str, Any]:
+        from playwright.async_api import Error
 
         assert self.page is not None
-        seen: dict[str, Any] = await self.page.evaluate(
-            "passes => window.mrlLook ? mrlLook(passes) : {left: true}", passes
-        )
+        look = "passes => window.mrlLook ? mrlLook(passes) : {left: true}"
+        try:
+            seen: dict[str, Any] = await self.page.evaluate(look, passes)
+        except Error:  # another page is being loaded, which is the end; where there is none any more, this fails again
+            await self.page.wait_for_load_state()
+            seen = await self.page.evaluate(look, passes)
         if screenshot:
             seen["screenshot"] = base64.b64encode(await self.page.screenshot(clip=SCREEN)).decode()
         return seen
