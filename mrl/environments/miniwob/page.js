@@ -105,7 +105,8 @@
   function loading() {
     if ([...document.images].some((image) => !image.complete)) return true;
     return [...document.body.getElementsByTagName("*")].some(
-      (one) => one.offsetParent && !one.offsetHeight && getComputedStyle(one).content.startsWith("url"),
+      (one) =>
+        one.offsetParent && !(one.offsetHeight && one.offsetWidth) && getComputedStyle(one).content.startsWith("url"),
     );
   }
 
