@@ -22,6 +22,7 @@ def tasks(count):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--max-steps", type=int, default=200)
     given = parser.parse_args()
     trainer = MRLTrainer(
@@ -32,7 +33,7 @@ if __name__ == "__main__":
         max_tokens=64,
         max_completion_length=256,
         max_steps=given.max_steps,
-        batch_size=4,
+        batch_size=given.batch_size,
         num_generations=4,
         learning_rate=1e-5,
         temperature=1.0,

@@ -134,6 +134,7 @@ def test_actions_that_do_not_work_are_told(web: MiniWoB) -> None:
         "import os": "is not one call",
         "goto('http://example.com')": "is not one of click(bid, button)",
         "fill('2', 'x')": "error",
+        "select_option('1', 'x')": "no option 'x'",
         "press('1', 'NoSuchKey')": "Unknown key",
         "click('1', 'both')": "not one of left, middle, right",
     }.items():

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 LONGEST = 10_000
 """Characters of an action."""
-PATIENCE = 1000.0
-"""Milliseconds for an element to become what can be clicked."""
+PATIENCE = 10_000.0
+"""Milliseconds that the browser may take for an action. What cannot be done is told at once, without waiting whether it
+can be later: on a busy machine that would depend on it."""
 
 MOMENT = 500.0
 """Milliseconds that pass in the page with an action."""
@@ -69,19 +70,30 @@ async def _element(page: Page, bid: str | int) -> Locator:
     found = page.locator(f'[data-mrl="{bid}"]')
     if await found.count() == 0:
         raise ValueError(f"there is no element [{bid}]")
+    if not await found.is_visible():
+        raise ValueError(f"the element [{bid}] is not visible")
+    return found
+
+
+async def _editable(page: Page, bid: str | int) -> Locator:
+    found = await _element(page, bid)
+    if not await found.is_editable():
+        raise ValueError(f"the element [{bid}] cannot be edited")
     return found
 
 
 async def click(page: Page, bid: str, button: str = "left") -> None:
-    await (await _element(page, bid)).click(button=_one_of(button, "left", "middle", "right"), timeout=PATIENCE)
+    await (await _element(page, bid)).click(
+        button=_one_of(button, "left", "middle", "right"), force=True, timeout=PATIENCE
+    )
 
 
 async def dblclick(page: Page, bid: str) -> None:
-    await (await _element(page, bid)).dblclick(timeout=PATIENCE)
+    await (await _element(page, bid)).dblclick(force=True, timeout=PATIENCE)
 
 
 async def hover(page: Page, bid: str) -> None:
-    await (await _element(page, bid)).hover(timeout=PATIENCE)
+    await (await _element(page, bid)).hover(force=True, timeout=PATIENCE)
 
 
 async def focus(page: Page, bid: str) -> None:
@@ -89,11 +101,11 @@ async def focus(page: Page, bid: str) -> None:
 
 
 async def fill(page: Page, bid: str, value: str) -> None:
-    await (await _element(page, bid)).fill(value, timeout=PATIENCE)
+    await (await _editable(page, bid)).fill(value, timeout=PATIENCE)
 
 
 async def clear(page: Page, bid: str) -> None:
-    await (await _element(page, bid)).clear(timeout=PATIENCE)
+    await (await _editable(page, bid)).clear(timeout=PATIENCE)
 
 
 async def press(page: Page, bid: str, key_comb: str) -> None:
@@ -101,11 +113,16 @@ async def press(page: Page, bid: str, key_comb: str) -> None:
 
 
 async def select_option(page: Page, bid: str, options: str | list[str]) -> None:
-    await (await _element(page, bid)).select_option(options, timeout=PATIENCE)
+    found = await _editable(page, bid)
+    known = await found.evaluate("element => [...element.options ?? []].flatMap(one => [one.value, one.label])")
+    for option in [options] if isinstance(options, str) else options:
+        if option not in known:
+            raise ValueError(f"the element [{bid}] has no option {option!r}")
+    await found.select_option(options, timeout=PATIENCE)
 
 
 async def drag_and_drop(page: Page, from_bid: str, to_bid: str) -> None:
-    await (await _element(page, from_bid)).drag_to(await _element(page, to_bid), timeout=PATIENCE)
+    await (await _element(page, from_bid)).drag_to(await _element(page, to_bid), force=True, timeout=PATIENCE)
 
 
 async def scroll(page: Page, delta_x: float, delta_y: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import weakref
@@ -22,6 +23,8 @@ NEVER = 2**31 - 1
 """Milliseconds: the longest that a page's clock can be set to."""
 BEGIN_SECONDS, ACT_SECONDS = 90.0, 30.0
 """Within which a page is there (the browser may have to start), and an action is done."""
+TRIES = 100
+"""How often a page is asked, in five seconds, before it counts as broken."""
 SCREEN: Any = {"x": 0, "y": 0, "width": 160, "height": 210}
 """Where a task is, in pixels."""
 
@@ -194,14 +197,28 @@ class _Session:
         return self._working(work, ACT_SECONDS)
 
     async def _look(self, passes: float, screenshot: bool) -> dict[str, Any]:
-
         assert self.page is not None
-        seen: dict[str, Any] = await self.page.evaluate(
-            "passes => window.mrlLook ? mrlLook(passes) : {left: true}", passes
-        )
+        seen = await self._asked("passes => window.mrlLook ? mrlLook(passes) : {left: true}", passes)
         if screenshot:
             seen["screenshot"] = base64.b64encode(await self.page.screenshot(clip=SCREEN)).decode()
         return seen
+
+    async def _asked(self, script: str, argument: float) -> dict[str, Any]:
+        """What the page answers, or the next one: while that is being loaded there is none to ask."""
+        from playwright.async_api import Error
+
+        assert self.page is not None
+        answer: dict[str, Any] | None = None
+        tries = 0
+        while answer is None:
+            try:
+                answer = await self.page.evaluate(script, argument)
+            except Error:
+                tries += 1
+                if self.page.is_closed() or tries == TRIES:
+                    raise
+                await asyncio.sleep(0.05)
+        return answer
 
     def _working(self, work: Any, seconds: float) -> dict[str, Any]:
         from playwright.async_api import Error

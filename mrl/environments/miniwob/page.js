@@ -88,10 +88,7 @@
   window.mrlLook = async (milliseconds) => {
     if (!episode) return { left: true };
     advance(milliseconds);
-    // What loads takes the machine's time: an image that is not there yet has no size.
-    const images = [...document.images].filter((image) => !image.complete);
-    const loaded = Promise.allSettled(images.map((image) => image.decode()));
-    await Promise.race([loaded, new Promise((done) => sleep(done, 3000))]);
+    for (let waits = 0; waits < 300 && loading(); waits++) await new Promise((done) => sleep(done, 10));
     const asked = core.getUtterance();
     const lines = [];
     if (!WOB_DONE_GLOBAL) for (const child of document.body.children) write(child, lines);
@@ -103,6 +100,15 @@
       reward: WOB_RAW_REWARD_GLOBAL,
     };
   };
+
+  // Images take the machine's time, and have no size until they are there; so do icons of style sheets.
+  function loading() {
+    if ([...document.images].some((image) => !image.complete)) return true;
+    return [...document.body.getElementsByTagName("*")].some(
+      (one) =>
+        one.offsetParent && !(one.offsetHeight && one.offsetWidth) && getComputedStyle(one).content.startsWith("url"),
+    );
+  }
 
   function write(element, lines) {
     const tag = element.tagName.toLowerCase();
@@ -116,8 +122,6 @@
 
   function visible(element) {
     const style = getComputedStyle(element);
-    // An icon of a style sheet has no size until it is loaded.
-    if (style.content.startsWith("url")) return element.offsetParent !== null && style.visibility !== "hidden";
     const box = element.getBoundingClientRect();
     const shape = element instanceof SVGElement; // a line has no area
     if (shape ? box.width + box.height === 0 : box.width === 0 || box.height === 0) {
