@@ -56,7 +56,7 @@ class Record:
         return [float(value) for value in rest["env_reward"]]
 
 
-def in_trl(model: str, rows: list[dict[str, Any]], folder: Path, simple: Any = None) -> Record:
+def in_trl(model: str, rows: list[dict[str, Any]], folder: Path) -> Record:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -130,7 +130,7 @@ def test_simple_mode_refuses_what_trl_does_not_call(tiny_model: str, tmp_path: P
     simple = {"mode": "simple", "rollout_func": older}
     with pytest.raises(ConfigError, match=r"older .* TRL 1.16.* calls it with \(prompts, trainer\)"):
         small_runs.run(tiny_model, tmp_path / "r", **simple)
-    with pytest.raises(ConfigError, match="rollout_func.*only GRPO takes one"):
+    with pytest.raises(ConfigError, match=r"rollout_func.*only GRPO takes one"):
         small_runs.run(tiny_model, tmp_path / "r", **simple | {"algorithm": "rloo"})
 
 

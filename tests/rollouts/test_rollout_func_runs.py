@@ -91,10 +91,10 @@ def test_another_temperature_than_the_runs_is_noticed(tiny_model: str, tmp_path:
     [
         {"async_mode": "pipeline"},
         {"async_mode": "queue", "max_staleness": 2},
-        {"async_mode": "queue", "max_staleness": 2, "in_flight_weights": True},
+        {"async_mode": "queue", "max_staleness": 2, "in_flight_updates": False},
         {"over_sampling": 1.5},
     ],
-    ids=["pipeline", "queue", "in_flight", "over_sampling"],
+    ids=["pipeline", "queue", "drained", "over_sampling"],
 )
 def test_every_order_of_work(overlap: dict[str, Any], tiny_model: str, tmp_path: Path) -> None:
     made = options(rollout_func=functions.over_http, weight_sync_method="reload", max_steps=4, **overlap)
@@ -181,7 +181,7 @@ def test_the_policy_is_served_where_another_source_makes_the_rollouts(tiny_model
     assert at(rollout_func="x.py:f", serve="off") is None
 
 
-# --- scripts written for TRL --------------------------------------------------------------------------------------------
+# --- scripts written for TRL ------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import requests
