@@ -92,6 +92,14 @@ def test_judge(folder: Path, capsys: Output) -> None:
 
 
 @pytest.mark.slow
+def test_rollout_func(folder: Path, capsys: Output) -> None:
+    assert "after 2 steps" in script("examples/rollout_func.py", capsys, "--max-steps", "2")
+    (run,) = (folder / "runs").iterdir()
+    rewards = [(row["reward"], row["extra"]["recognised"]) for row in read_rows(run, "rollouts")]
+    assert all(reward in (0.0, recognised) for reward, recognised in rewards)
+
+
+@pytest.mark.slow
 def test_tasks_with_test_cases(folder: Path, capsys: Output) -> None:
     out = mrl(capsys, "eval", "starter", "--dataset", "examples/tasks.jsonl", "--max-tokens", "64", "--json")
     report = json.loads(out)

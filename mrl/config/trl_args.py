@@ -35,8 +35,9 @@ DEFAULTS = {
 _SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 _SAMPLER = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 """Who samples is the run's `engine` here, and it serves the route itself."""
-_DERIVED = ("generation_batch_size", "steps_per_generation", "bf16", "output_dir", "report_to", "hub_token")
-"""What TRL's class fills in by itself, so that nobody can tell whether it was given."""
+_FILLED_IN = ("bf16", "disable_tqdm", "accelerator_config", "dataloader_pin_memory", "debug", "pad_to_multiple_of")
+"""Options of TRL's class that it sets by itself, so that nobody can tell whether they were given."""
+_FILLED_IN_AS = {"output_dir": "trainer_output", "report_to": []}
 
 
 class GRPOConfig:
@@ -82,7 +83,8 @@ def _given(args: Any) -> dict[str, Any]:
         found = {
             field.name: getattr(args, field.name)
             for field in dataclasses.fields(args)
-            if field.name not in _DERIVED and getattr(args, field.name) != _default(field)
+            if field.name not in _FILLED_IN
+            and getattr(args, field.name) not in (_default(field), _FILLED_IN_AS.get(field.name))
         }
     else:
         raise ConfigError(f"args: give a GRPOConfig, not a {type(args).__name__}")

@@ -73,8 +73,10 @@ def test_trls_own_class(tmp_path: Any) -> None:
     own = {field.name: field.default for field in fields(trl.GRPOConfig)}
     assert {name: own[name] for name in DEFAULTS} == DEFAULTS
     args = trl.GRPOConfig(use_cpu=True, num_generations=4, beta=0.1, per_device_train_batch_size=4, top_k=5)
+    args.output_dir = "out"
     assert options_from(args) == options_from({}) | {
         "device": "cpu",
+        "run_dir": "out",
         "num_generations": 4,
         "beta": 0.1,
         "top_k": 5,

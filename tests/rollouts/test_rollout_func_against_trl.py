@@ -56,7 +56,7 @@ class Record:
         return [float(value) for value in rest["env_reward"]]
 
 
-def in_trl(model: str, rows: list[dict[str, Any]], folder: Path, simple: Any = None) -> Record:
+def in_trl(model: str, rows: list[dict[str, Any]], folder: Path) -> Record:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

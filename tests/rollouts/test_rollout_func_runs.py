@@ -82,7 +82,7 @@ def test_without_logprobs_the_policy_says_them(tiny_model: str, tmp_path: Path) 
 @pytest.mark.slow
 def test_another_temperature_than_the_runs_is_noticed(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="max_logprob_gap"):
-        small_runs.run(tiny_model, tmp_path / "r", **options(rollout_func=functions.too_hot, max_steps=3))
+        small_runs.run(tiny_model, tmp_path / "r", **options(rollout_func=functions.too_cold, max_steps=3))
 
 
 @pytest.mark.slow
@@ -91,10 +91,10 @@ def test_another_temperature_than_the_runs_is_noticed(tiny_model: str, tmp_path:
     [
         {"async_mode": "pipeline"},
         {"async_mode": "queue", "max_staleness": 2},
-        {"async_mode": "queue", "max_staleness": 2, "in_flight_weights": True},
+        {"async_mode": "queue", "max_staleness": 2, "in_flight_updates": False},
         {"over_sampling": 1.5},
     ],
-    ids=["pipeline", "queue", "in_flight", "over_sampling"],
+    ids=["pipeline", "queue", "drained", "over_sampling"],
 )
 def test_every_order_of_work(overlap: dict[str, Any], tiny_model: str, tmp_path: Path) -> None:
     made = options(rollout_func=functions.over_http, weight_sync_method="reload", max_steps=4, **overlap)
