@@ -1,7 +1,7 @@
 """Runs the examples that learn over several turns, and draws how they learn: docs/learning-turns.svg, and a table.
 
     python scripts/learning_turns.py                                       # all of them, and the picture
-    python scripts/learning_turns.py --tasks number_guessing --seeds 0     # one, and the picture of what there is by now
+    python scripts/learning_turns.py --tasks number_guessing --seeds 0   # one, and the picture of what there is
     python scripts/learning_turns.py --seeds                               # the picture alone
 
 What each run came to at each evaluation is kept in docs/learning-turns.csv.
