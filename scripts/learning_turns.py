@@ -1,7 +1,7 @@
 """Runs the examples that learn over several turns, and draws how they learn: docs/learning-turns.svg, and a table.
 
     python scripts/learning_turns.py                                       # all of them, and the picture
-    python scripts/learning_turns.py --tasks number_guessing --seeds 0     # one, and the picture of what there is by now
+    python scripts/learning_turns.py --tasks number_guessing --seeds 0   # one, and the picture of what there is
     python scripts/learning_turns.py --seeds                               # the picture alone
 
 What each run came to at each evaluation is kept in docs/learning-turns.csv.
@@ -35,15 +35,15 @@ def main() -> None:
     parser.add_argument("--rewards", nargs="*", choices=REWARDS, default=list(REWARDS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     chosen = parser.parse_args()
-    rows = list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
     for seed in chosen.seeds:
         for task in chosen.tasks:
             with tempfile.TemporaryDirectory() as folder:  # one beginner for both kinds of rewards
                 for rewards in chosen.rewards:
                     key = {"task": task, "rewards": rewards, "seed": str(seed)}
-                    rows = [row for row in rows if not key.items() <= row.items()]
-                    rows += [key | point for point in curve(task, REWARDS[rewards], seed, Path(folder))]
-                    write(rows)
+                    points = curve(task, REWARDS[rewards], seed, Path(folder))
+                    kept = [row for row in read() if not key.items() <= row.items()]
+                    write(kept + [key | point for point in points])
+    rows = read()
     draw(rows)
     report(rows)
 
@@ -59,6 +59,10 @@ def curve(task: str, flags: list[str], seed: int, folder: Path) -> list[Row]:
         {"step": str(row["step"]), "success": f"{row['eval/pass_rate']:.4f}", "seconds": f"{seconds:.0f}"}
         for row in read_rows(run, "eval_metrics")
     ]
+
+
+def read() -> list[Row]:
+    return list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
 
 
 def write(rows: list[Row]) -> None:

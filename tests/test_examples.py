@@ -115,6 +115,20 @@ def test_sums(folder: Path, capsys: Output) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rewards", [[], ["--step-rewards"]], ids=["outcome", "steps"])
+@pytest.mark.parametrize("name", ["number_guessing", "family_tools"])
+def test_learning_over_several_turns(name: str, rewards: list[str], folder: Path, capsys: Output) -> None:
+    """A few steps of each stage; what the whole comes to is in docs/learning-turns.md."""
+    out = script(f"examples/{name}.py", capsys, "--lessons", "40", "--steps", "2", *rewards)
+    assert "after 2 steps" in out
+    (run,) = (folder / "runs").iterdir()
+    rows = list(read_rows(run, "rollouts"))
+    assert all(row["status"] == "ok" for row in rows)
+    assert any(row["metrics"]["tool_calls"] for row in rows)
+    assert any(row["step_rewards"] for row in rows) == bool(rewards)
+
+
+@pytest.mark.slow
 def test_math_answers(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder / "examples")
     small = ["--model", "starter", "--max-steps", "1", "--max-completion-length", "16", "--json"]

@@ -28,7 +28,12 @@ class Schedule:
 
 
 def new_policy(
-    tokenizer: PreTrainedTokenizerBase, seed: int, *, hidden_size: int = 128, layers: int = 4
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    hidden_size: int = 128,
+    layers: int = 4,
+    initializer_range: float = 0.02,
 ) -> LlamaForCausalLM:
     """An untrained Llama in float32, of 0.8 million parameters unless its size is given."""
     torch.manual_seed(seed)
@@ -42,6 +47,7 @@ def new_policy(
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         attention_dropout=0.0,
+        initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

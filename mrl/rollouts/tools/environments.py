@@ -192,8 +192,8 @@ class Environments:
         if callable(attribute) or isinstance(attribute, property):
             thread.end()
             raise ConfigError(
-                f"{_option(name)}: step_reward of {described(type(instance))} is a method; it is a number, 0 before each "
-                "turn, to which the tools add what they are worth"
+                f"{_option(name)}: step_reward of {described(type(instance))} is a method; it is a number, 0 before "
+                "each turn, to which the tools add what they are worth"
             )
         return Environment(instance, thread, distinct(self._tools(name, instance), _option(name)))
 
