@@ -17,8 +17,8 @@ class RolloutConfig(Section):
     """The attempts: which source makes rollouts of tasks, how long one may take, how many run at a time."""
 
     rollout_source: str = "single_turn"
-    """What makes a rollout of a task: `single_turn` (a prompt, a completion), `tools` (docs/environments.md), or one
-    that a package registers (docs/extending.md)."""
+    """What makes a rollout of a task: `single_turn` (a prompt, a completion), `tools` (docs/environments.md), `openenv`
+    (docs/openenv.md), or one that a package registers (docs/extending.md)."""
     rollout_options: dict[str, Any] = Field(default_factory=dict)
     """The source's own options, by name."""
     tools: Any = None
