@@ -20,8 +20,8 @@ class RolloutConfig(Section):
     ask the policy."""
 
     rollout_source: str = "single_turn"
-    """What makes a rollout of a task: `single_turn` (a prompt, a completion), `tools` (docs/environments.md),
-    `rollout_func` (docs/rollout-func.md), or one that a package registers (docs/extending.md)."""
+    """What makes a rollout of a task: `single_turn` (a prompt, a completion), `tools` (docs/environments.md), `openenv`
+    (docs/openenv.md), `rollout_func` (docs/rollout-func.md), or one that a package registers (docs/extending.md)."""
     rollout_options: dict[str, Any] = Field(default_factory=dict)
     """The source's own options, by name."""
     tools: Any = None

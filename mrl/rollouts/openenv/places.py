@@ -13,6 +13,7 @@ import httpx
 
 from mrl.backends import Backend, Resources, WorkerHandle
 from mrl.errors import ConfigError, EnvError, WorkerDied
+from mrl.rewards.functions import split_file
 from mrl.rollouts.openenv.results import Lost, Result, plain
 from mrl.rollouts.openenv.serve import parameter
 from mrl.rollouts.openenv.sessions import ClientSession, ObjectSession, Session
@@ -82,7 +83,7 @@ class Here(Place):
 
 
 class InWorker(Place):
-    """A worker of the run's backend. env: its class, or the class's name where workers can read it."""
+    """A worker of the run's backend. env: its class, or the class's name. kind: the class, where it is known here."""
 
     numbers = itertools.count()
 
@@ -105,7 +106,7 @@ class InWorker(Place):
                 await self.worker.kill()
                 self.worker, self.restarts = None, self.restarts + 1
             if self.worker is None:
-                args = {"env": self.env, "arguments": self.arguments, "seconds": self.seconds}
+                args = {"env": await self._there(), "arguments": self.arguments, "seconds": self.seconds}
                 try:
                     self.worker = await self.backend.spawn(
                         EnvWorker, name=self.name, resources=self.resources, args=args
@@ -115,6 +116,13 @@ class InWorker(Place):
         session = WorkerSession(self.worker, next(self.sessions))
         await session.call("open")
         return session
+
+    async def _there(self) -> Any:
+        """The class as the worker finds it: `file.py:Class` names a file that it can read."""
+        named = split_file(self.env) if isinstance(self.env, str) else None
+        if named is None or not named[0].is_file():
+            return self.env
+        return f"{await self.backend.put(named[0])}:{named[1]}"
 
     async def schema(self) -> Schema:
         return schema_of(self.kind)

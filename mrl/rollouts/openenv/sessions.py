@@ -129,7 +129,8 @@ class ObjectSession:
                 session.instance = await session.instance
         except Exception as error:
             session.thread.end()
-            raise EnvError(f"{described(factory)} could not be made: {type(error).__name__}: {error}") from error
+            who = described(getattr(factory, "func", factory))  # of a partial, the class
+            raise EnvError(f"{who} could not be made: {type(error).__name__}: {error}") from error
         return session
 
     async def reset(self, arguments: dict[str, Any]) -> Result:

@@ -175,7 +175,7 @@ def Saying_of(text: str) -> Any:  # noqa: N802
         ({"env_class": f"{FILE}:TwoTexts"}, r"has 2 texts \(its fields: picture \(str\), caption \(str\)"),
         ({"env_class": f"{FILE}:WordyReward"}, "reward of type null or string; it has to be a num"),
         ({"env_class": f"{FILE}:Broken"}, r"Broken.reset \(.*duck_games.py:\d+\) raised KeyError: 'level'"),
-        ({"env_class": Guess, "env_args": {"size": 3}}, "could not be made: TypeError"),
+        ({"env_class": Guess, "env_args": {"size": 3}}, r"Guess \(.*duck_games.py:\d+\) could not be made: TypeError"),
         ({"env_class": Guess, "action_parser": wrong}, r"wrong \(.*duck_games.py:\d+\) raised AttributeError"),
         ({"env_factory": Guess}, "does not say what its actions are; give action_parser"),
     ],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,12 +19,13 @@ from tests.rollouts.openenv.attempts import ROWS, outcome, play, source_of
 from tests.rollouts.scripted import call
 
 pytestmark = [pytest.mark.openenv, pytest.mark.timeout(90)]
-pytest.importorskip("openenv")
 
-from tests.rollouts.openenv import games  # noqa: E402
+if TYPE_CHECKING:
+    from tests.rollouts.openenv.games import Server
 
 LIGHT = str(Path(__file__).parent / "light_server.py")
 GAMES = str(Path(__file__).parent / "games.py")
+CLIENT = "tests.rollouts.openenv.games:GuessClient"
 TURNS = TurnLimits(turns=4)
 
 
@@ -31,8 +33,14 @@ def secrets(text: str) -> str:
     return str(text.count("wrong"))
 
 
+@pytest.fixture(scope="module")
+def games() -> Any:
+    """Imported where they are needed: with openenv that takes seconds."""
+    return importlib.import_module("tests.rollouts.openenv.games")
+
+
 @pytest.fixture
-def server() -> Iterator[games.Server]:
+def server(games: Any) -> Iterator[Server]:
     games.Guess.live, games.Guess.most, games.Guess.steps = set(), 0, []
     server = games.Server().start()
     yield server
@@ -43,22 +51,24 @@ def light(dialect: str) -> dict[str, Any]:
     return {"env_command": [sys.executable, LIGHT, "{port}", dialect]}
 
 
-def typed(text: str) -> games.GuessAction:
-    return games.GuessAction(text=text)
+def typed(text: str) -> Any:
+    from tests.rollouts.openenv.games import GuessAction
+
+    return GuessAction(text=text)
 
 
 @pytest.mark.parametrize(
     "client",
     [
         {},
-        {"env_client_cls": games.GuessClient},
+        {"env_client_cls": CLIENT},
         {"env_client_cls": f"{GAMES}:GuessClient", "action_parser": lambda text: {"text": text}},
-        {"env_client_cls": games.GuessClient, "action_parser": typed},
+        {"env_client_cls": CLIENT, "action_parser": typed},
     ],
 )
-async def test_a_server_is_played(client: dict[str, Any], server: games.Server) -> None:
+async def test_a_server_is_played(client: dict[str, Any], server: Server, games: Any) -> None:
     rollouts = await outcome([secrets], base_url=server.url, limits=TURNS, **client)
-    if isinstance(client.get("env_client_cls"), str):  # its parser makes no GuessAction
+    if client.get("env_client_cls") == f"{GAMES}:GuessClient":  # its parser makes no GuessAction
         assert "_step_payload" in str(rollouts[0].error)
         assert "action_parser has to give" in str(rollouts[0].error)
         return
@@ -71,7 +81,7 @@ async def test_a_server_is_played(client: dict[str, Any], server: games.Server) 
     assert not games.Guess.live
 
 
-async def test_a_full_server_is_waited_for(server: games.Server) -> None:
+async def test_a_full_server_is_waited_for(server: Server, games: Any) -> None:
     server.stop()
     server.start(sessions=2)
     said: list[str] = []
@@ -85,7 +95,7 @@ async def test_a_full_server_is_waited_for(server: games.Server) -> None:
     await source.close()
 
 
-async def test_somebody_else_has_the_only_session(server: games.Server) -> None:
+async def test_somebody_else_has_the_only_session(server: Server) -> None:
     from openenv.core.generic_client import GenericEnvClient
 
     server.stop()
@@ -102,7 +112,7 @@ async def test_somebody_else_has_the_only_session(server: games.Server) -> None:
     await source.close()
 
 
-async def test_a_server_that_restarts_ends_those_rollouts_only(server: games.Server) -> None:
+async def test_a_server_that_restarts_ends_those_rollouts_only(server: Server, games: Any) -> None:
     source = source_of(base_url=server.url, limits=TURNS)
     await source.start(None)
     running = asyncio.create_task(play(source, ["sleep"], n=2))
@@ -120,7 +130,7 @@ async def test_a_server_that_restarts_ends_those_rollouts_only(server: games.Ser
     await source.close()
 
 
-async def test_a_server_that_is_gone_fails_attempts_in_the_end(server: games.Server) -> None:
+async def test_a_server_that_is_gone_fails_attempts_in_the_end(server: Server) -> None:
     source = source_of(base_url=server.url, connect_timeout_s=0.5)
     await source.start(None)
     server.stop()
@@ -132,7 +142,7 @@ async def test_a_server_that_is_gone_fails_attempts_in_the_end(server: games.Ser
         await outcome(["0"], base_url=server.url, connect_timeout_s=0.3)
 
 
-async def test_no_answer_in_time_ends_that_attempt_and_its_session(server: games.Server) -> None:
+async def test_no_answer_in_time_ends_that_attempt_and_its_session(server: Server, games: Any) -> None:
     def slow_once(text: str) -> str:
         return "sleep" if "third" in text else "0"
 
@@ -158,9 +168,7 @@ def unknown_field(text: str) -> dict[str, Any]:
         ("0", light("string"), r"AnyEnv._parse_result \(.*:\d+\) read it, gave the reward '1.0', of type str"),
     ],
 )
-async def test_bad_answers_say_who_gave_them(
-    says: str, options: dict[str, Any], message: str, server: games.Server
-) -> None:
+async def test_bad_answers_say_who_gave_them(says: str, options: dict[str, Any], message: str, server: Server) -> None:
     where = {} if "env_command" in options else {"base_url": server.url}
     (rollout,) = await outcome([says], rows=ROWS[:1], **where, **options)
     assert rollout.status == "failed"
@@ -185,7 +193,7 @@ async def test_a_server_of_another_version_is_known_before_a_run(dialect: str, m
     await source.close()
 
 
-async def test_an_observation_of_ten_megabytes_is_known_before_a_run(server: games.Server) -> None:
+async def test_an_observation_of_ten_megabytes_is_known_before_a_run(server: Server) -> None:
     rows = [{"prompt": "Play.", "fill": 10_000_000}]
     with pytest.raises(ConfigError, match=r"PromptBuilder \(.*\) returned 10,000,006 characters, more than 1,000,000"):
         await outcome(["0"], rows=rows, base_url=server.url)
@@ -195,7 +203,7 @@ async def test_an_observation_of_ten_megabytes_is_known_before_a_run(server: gam
     assert rollout.messages[0]["content"].endswith("Guess.xxx")
 
 
-async def test_tools_of_an_environment_are_offered() -> None:
+async def test_tools_of_an_environment_are_offered(games: Any) -> None:
     from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 
     server = games.Server(games.Tooled, CallToolAction, CallToolObservation).start()
