@@ -8,18 +8,19 @@ from collections.abc import Collection, Iterable, Sequence
 from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError
 from mrl.rewards.base import Reward
-from mrl.rollouts import ROLLOUT_SOURCES
 from mrl.types import TURN_COUNTS
 
 SHOWN = 3
 """How many of the nearest names an error lists."""
 
 
-def metric_names(config: OrchestratorConfig, rewards: Sequence[Reward], *, evaluates: bool) -> set[str]:
+def metric_names(
+    config: OrchestratorConfig, rewards: Sequence[Reward], *, evaluates: bool, of_source: Collection[str] = ()
+) -> set[str]:
     """Every name that a run of these options can have, but for what `loggers` log.
 
-    evaluates: there are held-out tasks. What depends on the loss (`train/ratio` …) counts as if every loss had it:
-    other packages add losses, and only they know.
+    evaluates: there are held-out tasks. of_source: what the rollout source counts itself, without `rollout/`. What
+    depends on the loss (`train/ratio` …) counts as if every loss had it: other packages add losses, and only they know.
     """
     algorithm, overlap = config.algorithm, config.overlap
     names = rollout_names(rewards) | {"rollout/epoch", "rollout/tokens", "rollout/tokens_per_second"}
@@ -45,7 +46,7 @@ def metric_names(config: OrchestratorConfig, rewards: Sequence[Reward], *, evalu
     if config.rollout.source != "single_turn":
         places = ("rollout", "eval") if evaluates else ("rollout",)
         names |= {f"{where}/{name}" for where in places for name in TURN_COUNTS}
-    names |= {f"rollout/{name}" for name in getattr(ROLLOUT_SOURCES.get(config.rollout.source), "metric_names", ())}
+    names |= {f"rollout/{name}" for name in of_source}
     if config.rollout.environment_factory is not None:  # rewards under the classes' names
         names |= {"reward/", "eval/"} if evaluates else {"reward/"}
     return names

@@ -83,7 +83,9 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
     eval_tasks, all_eval_tasks = load_eval_tasks(config)
-    names = metric_names(config, rewards.rewards, evaluates=bool(eval_tasks))
+    source = ROLLOUT_SOURCES.get(config.rollout.source)
+    counted = getattr(source, "metric_names", ())
+    names = metric_names(config, rewards.rewards, evaluates=bool(eval_tasks), of_source=counted)
     notices = check_best_metric(
         config.training.best_metric, names, loggers(rewards.rewards), evaluates=bool(eval_tasks)
     )

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils import get_json_schema, logging
 
-from mrl.rollouts.tools.functions import Tool
 from mrl.starter.supervised import Marked, Schedule, fit, new_policy
 from mrl.starter.tokenizer import END_OF_TURN, SPECIAL_TOKENS, START_OF_TURN, save_tokenizer, train_tokenizer
 from mrl.types import Message
@@ -60,7 +59,7 @@ def build_beginner(
     """A model folder with a policy that imitates the conversations. tools: what they call. Returns the folder."""
     logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
-    texts = _rendered(demonstrations, [Tool.of(tool).spec for tool in tools], folder)
+    texts = _rendered(demonstrations, [get_json_schema(tool) for tool in tools], folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     lessons = [_marked(text, tokenizer) for text in texts]
     rng = random.Random(f"{seed}/beginner")
@@ -75,7 +74,7 @@ def build_beginner(
     return folder
 
 
-def _rendered(demonstrations: Sequence[list[Message]], tools: list[dict[str, Any]], folder: Path) -> list[str]:
+def _rendered(demonstrations: Sequence[list[Message]], tools: list[Any], folder: Path) -> list[str]:
     """The conversations by the chat template, and in the folder a tokenizer made of their text."""
     save_tokenizer(train_tokenizer([], 0), folder, max_length=2048)  # for its template, which needs no words
     plain: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)

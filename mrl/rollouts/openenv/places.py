@@ -99,7 +99,7 @@ class InWorker(Place):
         self.starting = asyncio.Lock()
 
     async def open(self) -> Session:
-        from mrl.workers.environment import EnvWorker
+        from mrl.rollouts.openenv.worker import EnvWorker
 
         async with self.starting:
             if self.worker is not None and not await self.worker.alive():
