@@ -105,7 +105,7 @@ def tasks(questions, times: int, rng: random.Random) -> list[dict]:
         return {name: {"teacher": t, "neighbour": n, "age": rng.randrange(20, 80)} for name, (t, n) in drawn.items()}
 
     return [
-        {"prompt": f"How old is the {parent} of {name}?", "name": name, "who": parent, "family": family()}
+        {"prompt": f"How old is the {relation} of {name}?", "name": name, "relation": relation, "people": people()}
         for name, relation in questions
         for _ in range(times)
     ]
