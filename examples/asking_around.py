@@ -155,7 +155,6 @@ if __name__ == "__main__":
         eval_samples=None,
         environment_factory=Steps if options.step_rewards else Outcome,
         advantage_type="turn",  # a call is judged by what follows from it
-        scale_rewards="none",
         max_turns=TURNS,
         max_completion_length=64,
         max_steps=options.steps,
