@@ -104,7 +104,6 @@ if __name__ == "__main__":
         environment_factory=Steps if options.step_rewards else Outcome,
         advantage_type="turn",  # a guess is judged by what follows from it
         discount=0.5 if options.step_rewards else 1.0,
-        scale_rewards="none",
         max_turns=GUESSES,
         max_completion_length=64,
         max_steps=options.steps,

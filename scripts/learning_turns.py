@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "docs" / "learning-turns.csv"
 PICTURE = ROWS.with_suffix(".svg")
 COLUMNS = ("task", "rewards", "seed", "step", "success", "seconds")
-TASKS = {"number_guessing": "number guessing", "family_tools": "tools"}
+TASKS = {"number_guessing": "number guessing", "asking_around": "tools"}
 REWARDS = {"outcome": [], "steps": ["--step-rewards"]}
 Row = dict[str, str]
 

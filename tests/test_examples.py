@@ -116,7 +116,7 @@ def test_sums(folder: Path, capsys: Output) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rewards", [[], ["--step-rewards"]], ids=["outcome", "steps"])
-@pytest.mark.parametrize("name", ["number_guessing", "family_tools"])
+@pytest.mark.parametrize("name", ["number_guessing", "asking_around"])
 def test_learning_over_several_turns(name: str, rewards: list[str], folder: Path, capsys: Output) -> None:
     """A few steps of each stage; what the whole comes to is in docs/learning-turns.md."""
     out = script(f"examples/{name}.py", capsys, "--lessons", "40", "--steps", "2", *rewards)

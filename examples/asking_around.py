@@ -3,8 +3,8 @@
 A beginner that knows the tools and calls any of them is built first, in a minute (`mrl.starter.beginner`); then it is
 trained on whether its answer is right, or with --step-rewards on what each step is worth.
 
-python examples/family_tools.py
-python examples/family_tools.py --step-rewards --seed 1
+python examples/asking_around.py
+python examples/asking_around.py --step-rewards --seed 1
 """
 
 import argparse
@@ -16,20 +16,20 @@ from mrl import MRLTrainer
 from mrl.starter.beginner import build_beginner, demonstrate
 
 NAMES = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kim", "Leo", "Mia", "Ned", "Olga")
-PARENTS = ("teacher", "neighbour")
-QUESTIONS = list(product(NAMES, PARENTS))
+RELATIONS = ("teacher", "neighbour")
+QUESTIONS = list(product(NAMES, RELATIONS))
 random.Random(0).shuffle(QUESTIONS)
 HELD_OUT, TRAINED = QUESTIONS[::3], [question for number, question in enumerate(QUESTIONS) if number % 3]
 TURNS = 4
 """Who, how old, the answer, and that it is done."""
 
 
-class Family:
+class Village:
     """Who is whose teacher and how old, other in every task; the tools to find out, and to answer."""
 
-    def reset(self, name: str, parent: str, family: dict[str, dict], **columns) -> None:
-        self.family, self.person = family, family[name][parent]
-        self.steps = [("parent", self.person), ("age", family[self.person]["age"])]
+    def reset(self, name: str, relation: str, people: dict[str, dict], **columns) -> None:
+        self.people, self.person = people, people[name][relation]
+        self.steps = [("who", self.person), ("age", people[self.person]["age"])]
         self.answered = self.right = False
 
     def teacher(self, name: str) -> str:
@@ -39,7 +39,7 @@ class Family:
         Args:
             name: Whose.
         """
-        return self._told("parent", self.family[name]["teacher"])
+        return self._told("who", self.people[name]["teacher"])
 
     def neighbour(self, name: str) -> str:
         """
@@ -48,7 +48,7 @@ class Family:
         Args:
             name: Whose.
         """
-        return self._told("parent", self.family[name]["neighbour"])
+        return self._told("who", self.people[name]["neighbour"])
 
     def age(self, name: str) -> int:
         """
@@ -57,7 +57,7 @@ class Family:
         Args:
             name: Who.
         """
-        return self._told("age" if name == self.person else "another's age", self.family[name]["age"])
+        return self._told("age" if name == self.person else "another's age", self.people[name]["age"])
 
     def answer(self, number: int) -> str:
         """
@@ -67,7 +67,7 @@ class Family:
             number: The answer.
         """
         if not self.answered:
-            self.answered, self.right = True, number == self.family[self.person]["age"]
+            self.answered, self.right = True, number == self.people[self.person]["age"]
             self._earn(float(self.right))
         return "thanks"
 
@@ -81,14 +81,14 @@ class Family:
         """Told of what each step is worth: a tenth on the way, 1 for the right answer."""
 
 
-class Outcome(Family):
+class Outcome(Village):
     """With one reward, for the right answer."""
 
     def get_reward(self) -> float:
         return float(self.right)
 
 
-class Steps(Family):
+class Steps(Village):
     """With rewards for steps alone."""
 
     step_reward = 0.0
@@ -98,39 +98,39 @@ class Steps(Family):
 
 
 def tasks(questions, times: int, rng: random.Random) -> list[dict]:
-    """Each of the questions so many times, about other families."""
+    """Each of the questions so many times, about other people."""
 
-    def family() -> dict[str, dict]:
+    def people() -> dict[str, dict]:
         drawn = {name: rng.sample([other for other in NAMES if other != name], 2) for name in NAMES}
-        return {name: {"teacher": m, "neighbour": f, "age": rng.randrange(20, 80)} for name, (m, f) in drawn.items()}
+        return {name: {"teacher": t, "neighbour": n, "age": rng.randrange(20, 80)} for name, (t, n) in drawn.items()}
 
     return [
-        {"prompt": f"How old is the {parent} of {name}?", "name": name, "parent": parent, "family": family()}
-        for name, parent in questions
+        {"prompt": f"How old is the {relation} of {name}?", "name": name, "relation": relation, "people": people()}
+        for name, relation in questions
         for _ in range(times)
     ]
 
 
 def careless_demonstrations(count: int, rng: random.Random) -> list[list[dict]]:
     """Of somebody who asks anything of whoever was mentioned last, or makes up a number."""
-    family, rows = Family(), tasks(TRAINED, 50, rng)
+    village, rows = Village(), tasks(TRAINED, 50, rng)
 
     def shown(prompt: str, **columns) -> list[dict]:
         mentioned = columns["name"]
 
         def move():
             nonlocal mentioned
-            if family.answered:
+            if village.answered:
                 return "done"
             if isinstance(mentioned, int):
                 return "answer", {"number": mentioned}
             if rng.random() < 0.1:
                 return "answer", {"number": rng.randrange(20, 80)}
-            tool, name = rng.choice((*PARENTS, "age")), mentioned
-            mentioned = family.family[name][tool]
+            tool, name = rng.choice((*RELATIONS, "age")), mentioned
+            mentioned = village.people[name][tool]
             return tool, {"name": name}
 
-        return demonstrate(family, prompt, columns, move, TURNS)
+        return demonstrate(village, prompt, columns, move, TURNS)
 
     return [shown(**rng.choice(rows)) for _ in range(count)]
 
@@ -143,10 +143,10 @@ if __name__ == "__main__":
     parser.add_argument("--step-rewards", action="store_true", help="rewards for each step, and none at the end")
     options = parser.parse_args()
 
-    beginner, rng = Path("beginners") / f"family-tools-{options.seed}", random.Random(options.seed)
+    beginner, rng = Path("beginners") / f"asking-around-{options.seed}", random.Random(options.seed)
     if not (beginner / "config.json").exists():
-        shown, family = careless_demonstrations(6000, rng), Family()
-        tools = [family.teacher, family.neighbour, family.age, family.answer]
+        shown, village = careless_demonstrations(6000, rng), Village()
+        tools = [village.teacher, village.neighbour, village.age, village.answer]
         build_beginner(beginner, shown, tools, seed=options.seed, steps=options.lessons)
     result = MRLTrainer(
         model=str(beginner),
@@ -155,7 +155,6 @@ if __name__ == "__main__":
         eval_samples=None,
         environment_factory=Steps if options.step_rewards else Outcome,
         advantage_type="turn",  # a call is judged by what follows from it
-        scale_rewards="none",
         max_turns=TURNS,
         max_completion_length=64,
         max_steps=options.steps,
