@@ -281,6 +281,8 @@ def test_a_completion_that_reached_the_limit_was_cut() -> None:
 
     groups = collect(function, [TASKS[0]], max_tokens=3)
     assert [rollout.truncated for rollout in groups[0].rollouts] == [True, False, False]
+    groups = collect(function, [TASKS[0]], policy=Letters(max_model_len=4), max_tokens=100)
+    assert [rollout.truncated for rollout in groups[0].rollouts if rollout.status == "ok"] == [True]
 
 
 @pytest.mark.parametrize(

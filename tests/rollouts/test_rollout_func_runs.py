@@ -82,7 +82,7 @@ def test_without_logprobs_the_policy_says_them(tiny_model: str, tmp_path: Path) 
 @pytest.mark.slow
 def test_another_temperature_than_the_runs_is_noticed(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="max_logprob_gap"):
-        small_runs.run(tiny_model, tmp_path / "r", **options(rollout_func=functions.too_cold, max_steps=3))
+        small_runs.run(tiny_model, tmp_path / "r", **options(rollout_func=functions.too_cold, max_steps=4))
 
 
 @pytest.mark.slow

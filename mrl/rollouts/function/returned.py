@@ -141,7 +141,8 @@ def _sample(fields: dict[str, Any], expected: Expected) -> Sample:
     versions = _versions(fields.get("policy_versions"), mask, expected)
     setup = expected.setup
     ends = {setup.tokenizer.eos_token_id, setup.tokenizer.pad_token_id}
-    cut = sum(mask) >= setup.sampling.max_tokens and completion_ids[-1] not in ends
+    full = sum(mask) >= setup.sampling.max_tokens or len(prompt_ids) + length == expected.max_model_len
+    cut = full and completion_ids[-1] not in ends
     version: int | list[int] = versions[0] if len(set(versions)) == 1 else versions
     return Sample(prompt_ids, completion_ids, logprobs, mask, version, "length" if cut else "stop")
 
