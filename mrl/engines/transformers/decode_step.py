@@ -89,4 +89,7 @@ class EagerStep:
         return self.cache.row(slot, columns, length) if isinstance(self.cache, GrowingCache) else None
 
     def keep(self, kept_N: Tensor) -> None:
-        select_rows(self.cache, kept_N)
+        if isinstance(self.cache, GrowingCache):
+            self.cache.keep(kept_N)
+        else:
+            select_rows(self.cache, kept_N)
