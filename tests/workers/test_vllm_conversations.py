@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from mrl.backends.base import WorkerHandle
 from mrl.backends.inline import InlineHandle
 from mrl.config import ModelConfig
 from mrl.engines.vllm.engine import VLLMEngine
@@ -34,7 +35,7 @@ async def test_a_later_turn_computes_only_what_is_new(
         return list(await generate(engine, requests))
 
     monkeypatch.setattr(VLLMEngine, "generate", noted)
-    handles = []
+    handles: list[WorkerHandle] = []
     for number, engine in enumerate((running_vllm, second)):
         worker = RolloutWorker("vllm", {"model": vllm_model})
         worker.engine = engine

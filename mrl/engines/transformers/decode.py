@@ -397,7 +397,7 @@ class _Batch:
         if self.queue and self.lm.replaces_rows and self.next_requests():
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
-        self.token_B = self.token_B[kept]
+        self.token_B = self.token_B[to_device(self.device, kept)]
         self.keep_rows(kept)
 
     def close_gaps(self) -> None:
@@ -410,13 +410,13 @@ class _Batch:
             return
         last = [slot for slot in range(count, len(self.rows)) if self.rows[slot] is not None]
         kept = [slot if self.rows[slot] is not None else last.pop() for slot in range(count)]
-        self.logits_BV = self.logits_BV[kept]
+        self.logits_BV = self.logits_BV[to_device(self.device, kept)]
         self.keep_rows(kept)
 
     def keep_rows(self, kept: list[int]) -> None:
         """Keep the rows at these slots, in this order."""
         self.rows = [self.rows[slot] for slot in kept]
-        self.step.keep(to_device(self.device, kept))
+        self.step.keep(kept)
         self.ids_BT, self.logprobs_BT = self.ids_BT[kept], self.logprobs_BT[kept]
         self.refresh()
 

@@ -168,12 +168,12 @@ class GrowingLayer(DynamicLayer):
         keys, values = (buffer[: self.rows] for buffer in self._buffers)
         return keys[:, :, first : self.end], values[:, :, first : self.end]
 
-    def keep(self, kept_N: Tensor, moved_M: Tensor) -> None:
-        """Keep the rows at `kept_N`, in that order; `moved_M` are the places that get another row."""
+    def keep(self, rows: int, places_M: Tensor, from_M: Tensor) -> None:
+        """Keep the first `rows` rows, after those at `from_M` were copied to `places_M`."""
         for buffer in self._buffers:
             columns = buffer[:, :, self.start : self.end]
-            columns[moved_M] = columns[kept_N[moved_M]]
-        self.rows = len(kept_N)
+            columns[places_M] = columns[from_M]
+        self.rows = rows
 
     def states(self) -> list[Tensor]:
         """Keys and values of the columns in use."""
@@ -282,11 +282,10 @@ class GrowingCache(DynamicCache):
         for mine, theirs in zip(self.growing_layers, source.growing_layers, strict=True):
             mine.put(slots_N, rows, theirs, index_N, length, room)
 
-    def keep(self, kept_N: Tensor) -> None:
-        """Keep the rows at `kept_N`, in that order. Those that keep their place are not copied."""
-        moved_M = (kept_N != torch.arange(len(kept_N), device=kept_N.device)).nonzero()[:, 0]
+    def keep(self, rows: int, places_M: Tensor, from_M: Tensor) -> None:
+        """See `GrowingLayer.keep`."""
         for layer in self.growing_layers:
-            layer.keep(kept_N, moved_M)
+            layer.keep(rows, places_M, from_M)
 
     def row(self, slot: int, columns: int, length: int) -> RowStates:
         """A copy of the states of the first `length` tokens of a row that has `columns` tokens."""

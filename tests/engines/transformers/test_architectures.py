@@ -252,11 +252,10 @@ def test_a_layer_under_any_order_of_operations_holds_each_rows_states(window):
             kind = pick(4)
             if kind == 0 and len(held) > 1:
                 kept = sorted({pick(len(held)) for _ in held}, reverse=pick(2) == 0)
-                kept_N = torch.tensor(kept)
                 if pick(2):
-                    layer.reorder_cache(kept_N)
+                    layer.reorder_cache(torch.tensor(kept))
                 else:
-                    layer.keep(kept_N, (kept_N != torch.arange(len(kept))).nonzero()[:, 0])
+                    layer.keep(len(kept), torch.arange(len(kept)), torch.tensor(kept))
                 held = [held[row] for row in kept]
             elif kind == 1:
                 columns = 1 + pick(12)
