@@ -7,12 +7,14 @@ Attempts at tasks, in groups that share their first prompt, each of some turns. 
 random 0 to 200 ms and answers with tokens, and the next prompt begins with exactly the tokens before. Requests go one
 by one through the rollout pool to one worker with engine `transformers`, which decodes on a thread beside the loop.
 
-- *ideal*: the longer of two times that no schedule can go below, measured in the same round. The critical path: the
-  turns of one conversation alone on the engine, with the sleeps of the one that sleeps longest. The work: the tokens of
-  all conversations at the rate at which the engine decodes with a row for each, at a length halfway, and the prompts'
-  new tokens at the rate of one prefill of as many rows. `decoding alone` leaves the prefill out of the work.
-- *processor time* of the round over that of the work: nearly the same question, and less disturbed by other programs.
-- *stall*: the longest that the event loop was kept from a timer of 1 ms.
+- *ideal*: the same conversations in a schedule that wastes nothing, by what the engine needs in the same round. At any
+  moment every conversation that is not asleep decodes, in a step that takes as long as one of as many rows of equal
+  lengths, the mean of all; those that woke up get their new tokens computed first, as fast as in a forward of many.
+  No padding, no ended rows, no copies, no requests. It ends with the longest conversation.
+- *work*: the ideal without an order: all tokens at the rate of the full batch. Nothing can be below it, and nothing
+  reaches it where conversations differ in length, since the last ones decode alone.
+- *processor time* of the round over that of the ideal: nearly the same question, and less disturbed by other programs.
+- *stall*: the longest time between two ticks of a timer of 5 ms on the event loop, that included.
 - *prefill*: tokens that were computed before a completion, over those that have to be: the first prompt of each task
   and what environments said, once each. (A turn's last token, sampled and not computed, is not among those.)
 """
@@ -23,16 +25,17 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import heapq
 import platform
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen2Config
 
 from mrl.backends.inline import InlineHandle
 from mrl.engines.transformers.engine import TransformersEngine
@@ -55,7 +58,7 @@ PROMPT, ANSWER = 64, 24
 """Tokens of the first prompt, and of an answer of the environment."""
 SAID = (16, 48)
 """Fewest and most tokens of the policy's turns, which have any length in between."""
-TICK = 0.001
+TICK = 0.005
 
 
 @dataclass
@@ -63,18 +66,12 @@ class Round:
     """What one round measured, in seconds and tokens."""
 
     wall: float
+    processor: float
     stall: float
     computed: int
-    critical: float
-    decoding: float
-    prefill: float
-    processor: float
-    work_processor: float
-    """Processor time that decoding and prefill take."""
-
-    @property
-    def ideal(self) -> float:
-        return max(self.critical, self.decoding + self.prefill)
+    ideal: float
+    ideal_processor: float
+    work: float
 
 
 def main() -> None:
@@ -94,9 +91,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(SHAPE).eval()
     prefix_bytes = None if options.prefix_gb is None else int(options.prefix_gb * 2**30)
     engine = TransformersEngine(model, None, max_model_len=1024, prefix_bytes=prefix_bytes)
-    asyncio.run(one_round(engine, GROUP, 2, 0.0, 0))  # warms up
+    asyncio.run(one_round(engine, model, GROUP, 2, 0.0, 0))  # warms up
     rounds = [
-        asyncio.run(one_round(engine, options.rollouts, options.turns, options.sleep, 1 + number))
+        asyncio.run(one_round(engine, model, options.rollouts, options.turns, options.sleep, 1 + number))
         for number in range(options.rounds)
     ]
     engine.close()
@@ -110,47 +107,45 @@ def report(rounds: list[Round], rollouts: int, turns: int) -> None:
         return statistics.median(of)
 
     unique = -(-rollouts // GROUP) * PROMPT + rollouts * (turns - 1) * ANSWER
-    print("| wall, s | critical path, s | decoding, s | prefill, s | wall / ideal | wall / decoding alone |", end="")
-    print(" processor time / work's | longest stall, ms | prefill computed / unique |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
-    times = " | ".join(
-        f"{middle([getattr(one, name) for one in rounds]):.2f}" for name in ("wall", "critical", "decoding", "prefill")
-    )
-    against = middle([one.wall / one.ideal for one in rounds])
-    alone = middle([one.wall / max(one.critical, one.decoding) for one in rounds])
+    print("| wall, s | ideal, s | work, s | wall / ideal | wall / work | processor time / ideal's ", end="")
+    print("| longest stall, ms | prefill computed / unique |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
+    times = " | ".join(f"{middle([getattr(one, name) for one in rounds]):.2f}" for name in ("wall", "ideal", "work"))
+    ratios = [
+        middle([getattr(one, over) / getattr(one, under) for one in rounds])
+        for over, under in (("wall", "ideal"), ("wall", "work"), ("processor", "ideal_processor"))
+    ]
     computed = middle([one.computed / unique for one in rounds])
-    processor = middle([one.processor / one.work_processor for one in rounds])
     stall = max(one.stall for one in rounds)
-    print(f"| {times} | {against:.2f} | {alone:.2f} | {processor:.2f} | {1000 * stall:.0f} | {computed:.2f} |")
+    print(f"| {times} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {1000 * stall:.0f} | {computed:.2f} |")
 
 
-async def one_round(engine: TransformersEngine, rollouts: int, turns: int, sleep: float, seed: int) -> Round:
+async def one_round(
+    engine: TransformersEngine, model: PreTrainedModel, rollouts: int, turns: int, sleep: float, seed: int
+) -> Round:
     """Every conversation, and what the ideal needs to know."""
     worker = RolloutWorker("transformers", {})
     worker.engine = engine
     policy = RolloutPool([InlineHandle(worker, "rollout-0", 600)], max_model_len=1024)
     await policy.ask_capacity()
     scripts = [Script.drawn(seed, number, turns, sleep) for number in range(rollouts)]
+    before = await Costs.measured(engine, model, rollouts, turns)
     gc.collect()
     start, used = time.perf_counter(), time.process_time()
     async with watched_loop() as late:
         await asyncio.gather(*(converse(policy, script) for script in scripts))
     wall, processor = time.perf_counter() - start, time.process_time() - used
-    computed = policy.prefilled_tokens
-
-    start = time.perf_counter()
-    await converse(policy, Script.drawn(-1 - seed, 0, turns, sleep=0.0))
-    critical = time.perf_counter() - start + max(sum(script.sleeps) for script in scripts)
-    tokens = sum(sum(script.said) for script in scripts)
-    mean = sum(SAID) // 2
-    length = PROMPT + (turns - 1) * (mean + ANSWER) // 2
-    short, long = [await time_of(engine, rollouts, length, count) for count in (1, mean)]
-    new = await time_of(engine, rollouts, ANSWER, 1)
-    share = tokens / (mean - 1) / rollouts
-    decoding, decoding_processor = ((b - a) * share for a, b in zip(short, long, strict=True))
-    prefill, prefill_processor = (seconds * (turns - 1) for seconds in new)
-    work_processor = decoding_processor + prefill_processor
-    return Round(wall, max(late), computed, critical, decoding, prefill, processor, work_processor)
+    after = await Costs.measured(engine, model, rollouts, turns)  # other programs come and go
+    seconds, processor_seconds = ([one[kind] for one in (before, after)] for kind in (0, 1))
+    return Round(
+        wall,
+        processor,
+        max(late),
+        policy.prefilled_tokens,
+        statistics.mean(costs.ideal(scripts) for costs in seconds),
+        statistics.mean(costs.ideal(scripts) for costs in processor_seconds),
+        statistics.mean(costs.work(scripts) for costs in seconds),
+    )
 
 
 @dataclass
@@ -178,6 +173,68 @@ class Script:
         )
 
 
+@dataclass
+class Costs:
+    """What the engine needs, in seconds."""
+
+    first: float
+    """To compute the first prompts."""
+    rest: float
+    """To compute what is new before a turn, for one conversation of many."""
+    step: dict[int, float]
+    """For a decode step, by its number of rows."""
+
+    @classmethod
+    async def measured(cls, engine: TransformersEngine, model: PreTrainedModel, rows: int, turns: int) -> list[Costs]:
+        """In time, and in processor time. Rows are as long as a conversation is in the middle."""
+        mean = sum(SAID) // 2
+        length = PROMPT + (turns - 1) * (mean + ANSWER) // 2
+        first = await time_of(engine, distinct(-(-rows // GROUP), PROMPT), 1)
+        rest = time_of_rest(model, length, ANSWER + 1)
+        steps: dict[int, tuple[float, float]] = {}
+        for count in sorted({1, *(max(1, rows // part) for part in (16, 4, 2, 1))}):
+            few, many = [await time_of(engine, distinct(1, length) * count, tokens) for tokens in (1, mean)]
+            steps[count] = (many[0] - few[0]) / (mean - 1), (many[1] - few[1]) / (mean - 1)
+        return [cls(first[kind], rest[kind], {n: both[kind] for n, both in steps.items()}) for kind in (0, 1)]
+
+    def of_step(self, rows: int) -> float:
+        """Between the numbers that were measured on a straight line."""
+        above = min(count for count in self.step if count >= rows)
+        below = max(count for count in self.step if count <= rows)
+        share = (rows - below) / (above - below) if above > below else 0.0
+        return self.step[below] + share * (self.step[above] - self.step[below])
+
+    def work(self, scripts: Sequence[Script]) -> float:
+        """See the module's docstring. The first token of a turn comes from its prefill."""
+        steps = sum(said - 1 for script in scripts for said in script.said)
+        turns = sum(len(script.answers) for script in scripts)
+        return self.first + turns * self.rest + steps * self.of_step(len(scripts)) / len(scripts)
+
+    def ideal(self, scripts: Sequence[Script]) -> float:
+        """See the module's docstring."""
+        now = self.first
+        left = {script.name: script.said[0] - 1 for script in scripts}
+        """Steps of those that decode, by name."""
+        asleep: list[tuple[float, str]] = []
+        turn = dict.fromkeys(left, 0)
+        by_name = {script.name: script for script in scripts}
+        while left or asleep:
+            if not left:
+                now = max(now, asleep[0][0])
+            while asleep and asleep[0][0] <= now:
+                _, name = heapq.heappop(asleep)
+                turn[name] += 1
+                left[name] = by_name[name].said[turn[name]] - 1
+                now += self.rest
+            now += self.of_step(len(left))
+            for name in [name for name, steps in left.items() if steps == 1]:
+                del left[name]
+                if turn[name] < len(by_name[name].sleeps):
+                    heapq.heappush(asleep, (now + by_name[name].sleeps[turn[name]], name))
+            left = {name: steps - 1 for name, steps in left.items()}
+        return now
+
+
 async def converse(policy: RolloutPool, script: Script) -> list[int]:
     """One attempt. Returns all its tokens."""
     ids = list(script.prompt)
@@ -193,15 +250,34 @@ async def converse(policy: RolloutPool, script: Script) -> list[int]:
     return ids
 
 
-async def time_of(engine: TransformersEngine, rows: int, length: int, tokens: int) -> tuple[float, float]:
-    """Seconds, and seconds of processor time, for one request per row, each with a prompt of its own."""
-    requests = [
-        GenerateRequest(str(row), tuple(words(length, random.Random(row))), SamplingParams(max_tokens=tokens), row)
-        for row in range(rows)
-    ]
+async def time_of(engine: TransformersEngine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+    """Seconds, and seconds of processor time, for so many tokens after each of these prompts."""
+    sampling = SamplingParams(max_tokens=tokens)
+    requests = [GenerateRequest(str(row), tuple(prompt), sampling, row) for row, prompt in enumerate(prompts)]
     start, used = time.perf_counter(), time.process_time()
     await engine.generate(requests)
     return time.perf_counter() - start, time.process_time() - used
+
+
+@torch.no_grad()
+def time_of_rest(
+    model: PreTrainedModel, length: int, tokens: int, rows: int = 32, repeats: int = 4
+) -> tuple[float, float]:
+    """The same for a forward of so many tokens that follow `length` known ones, per row."""
+    ids_BT = torch.tensor(distinct(rows, length + tokens))
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids_BT[:, :length], past_key_values=cache, logits_to_keep=1)
+    start, used = time.perf_counter(), time.process_time()
+    for _ in range(repeats):
+        model(input_ids=ids_BT[:, length:], past_key_values=cache, logits_to_keep=1)
+        cache.crop(-tokens)
+    count = rows * repeats
+    return (time.perf_counter() - start) / count, (time.process_time() - used) / count
+
+
+def distinct(count: int, length: int) -> list[list[int]]:
+    """So many prompts."""
+    return [words(length, random.Random(number)) for number in range(count)]
 
 
 def words(count: int, draw: random.Random) -> list[int]:
@@ -211,14 +287,14 @@ def words(count: int, draw: random.Random) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def watched_loop() -> AsyncIterator[list[float]]:
-    """How much later than asked for a timer came, each time, in seconds."""
+    """Seconds from each tick to the next."""
     late: list[float] = [0.0]
 
     async def tick() -> None:
         while True:
             start = time.perf_counter()
             await asyncio.sleep(TICK)
-            late.append(time.perf_counter() - start - TICK)
+            late.append(time.perf_counter() - start)
 
     ticking = asyncio.create_task(tick())
     try:

@@ -134,7 +134,7 @@ def test_engines_on_one_device_share_what_is_free(monkeypatch: pytest.MonkeyPatc
     budgets = [engine._limits.max_batch_tokens * engine._model.cache_bytes_per_token for engine in engines]
     assert 1_600_000 <= budgets[0] <= 2_000_000
     assert budgets[1] <= (4_000_000 - budgets[0]) / 2
-    assert all(engine._prefixes.max_bytes <= budget / 4 for engine, budget in zip(engines, budgets, strict=True))
+    assert [engine._prefixes.max_bytes for engine in engines] == [4_000_000 // 8, (4_000_000 - budgets[0]) // 8]
     before = memory.unclaimed(engines[1]._model.device)
     request = GenerateRequest("a", (1, 2), SamplingParams(max_tokens=2), 0, session="s")
     assert generate(engines[1], [request])[0].error is None

@@ -250,6 +250,8 @@ class _Batch:
                 row.prefilled += computed
             fresh = False
         self.refresh()
+        if any(state.request.session is not None for state in states):
+            self.close_gaps()
 
     def next_requests(self) -> list[RequestState]:
         """The first requests of the queue, as many as fit beside the running rows."""
@@ -395,10 +397,26 @@ class _Batch:
         if self.queue and self.lm.replaces_rows and self.next_requests():
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
-        kept_B = to_device(self.device, kept)
+        self.token_B = self.token_B[to_device(self.device, kept)]
+        self.keep_rows(kept)
+
+    def close_gaps(self) -> None:
+        """Move the last rows to the places of finished ones that no request took: those of conversations that wait for
+        their environments. Copying these few rows costs less than another step of as many finished ones.
+
+        Static steps have rows to fill up their size, and gain nothing."""
+        count = self.running
+        if self.lm.static or count == len(self.rows) or not self.lm.replaces_rows:
+            return
+        last = [slot for slot in range(count, len(self.rows)) if self.rows[slot] is not None]
+        kept = [slot if self.rows[slot] is not None else last.pop() for slot in range(count)]
+        self.logits_BV = self.logits_BV[to_device(self.device, kept)]
+        self.keep_rows(kept)
+
+    def keep_rows(self, kept: list[int]) -> None:
+        """Keep the rows at these slots, in this order."""
         self.rows = [self.rows[slot] for slot in kept]
-        self.step.keep(kept_B)
-        self.token_B = self.token_B[kept_B]
+        self.step.keep(kept)
         self.ids_BT, self.logprobs_BT = self.ids_BT[kept], self.logprobs_BT[kept]
         self.refresh()
 

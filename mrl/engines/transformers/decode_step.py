@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from mrl.engines.transformers.kv_cache import GrowingCache, RowStates, select_rows
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled
+from mrl.system.transfers import to_device
 
 
 class DecodeStep(Protocol):
@@ -41,8 +42,8 @@ class DecodeStep(Protocol):
         """A copy of the states of the first `length` tokens of a row that has `columns` in the cache; None where the
         cache cannot be taken apart."""
 
-    def keep(self, kept_N: Tensor) -> None:
-        """Keep the rows at `kept_N`, in that order."""
+    def keep(self, kept: list[int]) -> None:
+        """Keep these rows, in that order."""
 
 
 class EagerStep:
@@ -88,5 +89,11 @@ class EagerStep:
     def row(self, slot: int, columns: int, length: int) -> RowStates | None:
         return self.cache.row(slot, columns, length) if isinstance(self.cache, GrowingCache) else None
 
-    def keep(self, kept_N: Tensor) -> None:
-        select_rows(self.cache, kept_N)
+    def keep(self, kept: list[int]) -> None:
+        device = self.lm.device
+        if not isinstance(self.cache, GrowingCache):
+            select_rows(self.cache, to_device(device, kept))
+            return
+        moved = [(place, slot) for place, slot in enumerate(kept) if place != slot]
+        places, slots = ([pair[part] for pair in moved] for part in (0, 1))
+        self.cache.keep(len(kept), to_device(device, places, torch.int64), to_device(device, slots, torch.int64))

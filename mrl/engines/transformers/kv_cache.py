@@ -68,6 +68,9 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None] | None:
     return windows
 
 
+SHIFTED_ROWS = 16
+"""Rows that are moved at a time inside buffers: so many are held twice."""
+
 Shape = tuple[int, int]
 """Heads of keys or values, and their width."""
 
@@ -165,6 +168,13 @@ class GrowingLayer(DynamicLayer):
         keys, values = (buffer[: self.rows] for buffer in self._buffers)
         return keys[:, :, first : self.end], values[:, :, first : self.end]
 
+    def keep(self, rows: int, places_M: Tensor, from_M: Tensor) -> None:
+        """Keep the first `rows` rows, after those at `from_M` were copied to `places_M`."""
+        for buffer in self._buffers:
+            columns = buffer[:, :, self.start : self.end]
+            columns[places_M] = columns[from_M]
+        self.rows = rows
+
     def states(self) -> list[Tensor]:
         """Keys and values of the columns in use."""
         return [buffer[: self.rows, :, self.start : self.end] for buffer in self._buffers]
@@ -188,15 +198,18 @@ class GrowingLayer(DynamicLayer):
         rows: number of rows afterwards. room: free columns to add if the buffers are reallocated.
         """
         columns = max(self.get_seq_length(), length)
-        capacity = self._buffers[0].shape[0] if self._buffers else 0
-        if rows > capacity or self.end < length:
-            if self._buffers:  # by half, as requests that join come one by one
-                room = max(room, columns // 2)
-            if rows > capacity:
-                capacity = max(rows, capacity * 3 // 2)
-            shapes = [(capacity, b.shape[1], columns + room, b.shape[3]) for b in source._buffers]
-            self._move([b.new_zeros(shape) for b, shape in zip(source._buffers, shapes, strict=True)], columns)
+        capacity, width = (self._buffers[0].shape[0], self._buffers[0].shape[2]) if self._buffers else (0, 0)
+        if rows > capacity or columns > width:
+            before = 0
+            if self._buffers:  # by half, as requests that join come one by one, and in conversations ever longer
+                room, before = max(room, columns // 2), columns // 8
+            capacity = max(rows, capacity * 3 // 2) if rows > capacity else min(capacity, rows * 3 // 2)
+            shapes = [(capacity, b.shape[1], before + columns + room, b.shape[3]) for b in source._buffers]
+            buffers = [b.new_zeros(shape) for b, shape in zip(source._buffers, shapes, strict=True)]
+            self._move(buffers, before + columns)
             self.is_initialized = True
+        elif self.end < length:
+            self._shift(columns + (width - columns) // 4)
         self.rows, self.start = rows, self.end - columns
         for buffer, given in zip(self._buffers, source._buffers, strict=True):
             taken = given[: source.rows, :, source.end - length : source.end]
@@ -219,16 +232,26 @@ class GrowingLayer(DynamicLayer):
         if self.end + new <= capacity:
             return
         length = self.get_seq_length()
-        # Free columns at the start are reused before the buffers grow.
+        if length * 5 // 4 + new <= capacity:  # free columns at the start are reused before the buffers grow
+            self._shift(length)
+            return
         room = max(length + new, length * 3 // 2)
         shapes = [(rows, heads, room, width), (rows, heads, room, self._buffers[1].shape[3])]
         self._move([b.new_zeros(shape) for b, shape in zip(self._buffers, shapes, strict=True)], length)
+
+    def _shift(self, end: int) -> None:
+        """Move inside the buffers, a few rows at a time, so that the last column is just before `end`."""
+        length = self.get_seq_length()
+        for buffer in self._buffers:
+            for rows in buffer[: self.rows].split(SHIFTED_ROWS):
+                rows[:, :, end - length : end] = rows[:, :, self.start : self.end].clone()
+        self.start, self.end = end - length, end
 
     def _move(self, buffers: list[Tensor], end: int) -> None:
         """Move to other buffers, with the last column just before `end`."""
         length = self.get_seq_length()
         for new, old in zip(buffers, self._buffers, strict=False):  # there are none yet in a new layer
-            new[: old.shape[0], :, end - length : end] = old[:, :, self.start : self.end]
+            new[: self.rows, :, end - length : end] = old[: self.rows, :, self.start : self.end]
         self._buffers, self.start, self.end = buffers, end - length, end
 
 
@@ -258,6 +281,11 @@ class GrowingCache(DynamicCache):
         """See `GrowingLayer.put`."""
         for mine, theirs in zip(self.growing_layers, source.growing_layers, strict=True):
             mine.put(slots_N, rows, theirs, index_N, length, room)
+
+    def keep(self, rows: int, places_M: Tensor, from_M: Tensor) -> None:
+        """See `GrowingLayer.keep`."""
+        for layer in self.growing_layers:
+            layer.keep(rows, places_M, from_M)
 
     def row(self, slot: int, columns: int, length: int) -> RowStates:
         """A copy of the states of the first `length` tokens of a row that has `columns` tokens."""

@@ -90,8 +90,8 @@ class StaticStep:
     def row(self, slot: int, columns: int, length: int) -> RowStates:
         return self.cache.row(slot, length)
 
-    def keep(self, kept_N: Tensor) -> None:
-        self.cache.keep(kept_N)
+    def keep(self, kept: list[int]) -> None:
+        self.cache.keep(to_device(self.lm.device, kept))
 
     def _buffer_size(self, rows: int, max_length: int) -> tuple[int, int]:
         """Rows and columns for what is wanted. When a batch grows, with some to spare if `max_batch_tokens` allows it:

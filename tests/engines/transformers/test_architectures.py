@@ -247,12 +247,15 @@ def test_a_layer_under_any_order_of_operations_holds_each_rows_states(window):
         layer, held = GrowingLayer(window), []
         first = states(3, 5)
         layer.update(first, first + 1)
-        held = list(first)
+        held = list(first.clone())
         for _ in range(30):
             kind = pick(4)
             if kind == 0 and len(held) > 1:
-                kept = sorted({pick(len(held)) for _ in held})
-                layer.reorder_cache(torch.tensor(kept))
+                kept = sorted({pick(len(held)) for _ in held}, reverse=pick(2) == 0)
+                if pick(2):
+                    layer.reorder_cache(torch.tensor(kept))
+                else:
+                    layer.keep(len(kept), torch.arange(len(kept)), torch.tensor(kept))
                 held = [held[row] for row in kept]
             elif kind == 1:
                 columns = 1 + pick(12)

@@ -119,7 +119,7 @@ def test_logprobs_of_a_conversation_are_those_of_a_fresh_forward(name: str) -> N
         prefilled += computed(completions)
         for ids, completion in zip(spoken, completions, strict=True):
             expected = fresh_logprobs(model, TokenSequence(ids, tuple(completion.token_ids), SAMPLING.temperature))
-            assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+            assert completion.logprobs == pytest.approx(expected, abs=5e-5)
         spoken = [(*ids, *c.token_ids, 1 + n, 3, 4) for n, (ids, c) in enumerate(zip(spoken, completions, strict=True))]
     if make_causal_lm(model, 128, None).replaces_rows:
         assert prefilled == sum(map(len, {(*ids, 7) for ids in FIRST})) + len(FIRST) * (TURNS - 1) * 4
