@@ -7,6 +7,7 @@ model folder, or a Hub id.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from mrl.store.run import find_run
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "spiece*", "tokenization*.py")
 """A folder with a tokenizer has a file that matches at least one of these."""
@@ -114,7 +115,6 @@ def load_model(
     before_moving: called on the model in host memory, so that the device never holds it unchanged.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # loading has no place in the run's own progress display
@@ -125,8 +125,9 @@ def load_model(
             f"model {config.model!r}: it gives a score instead of text (its config.json names a sequence "
             "classifier, as algorithm reward trains); give a language model"
         )
+    loader = _model_class(load_config(config))
     with _LOADING, _explained(config.model):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = loader.from_pretrained(
             base or source,
             revision=config.revision if base is None else None,
             trust_remote_code=config.trust_remote_code,
@@ -146,11 +147,71 @@ def load_model(
 def without_weights(config: ModelConfig) -> PreTrainedModel:
     """The model with tensors on the meta device, to inspect its architecture. Raises ModelError."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     model_config = load_config(config)
     with _LOADING, _explained(config.model), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+        model: PreTrainedModel = _model_class(model_config).from_config(
+            model_config, trust_remote_code=config.trust_remote_code
+        )
+        return model
+
+
+def load_processor(config: ModelConfig) -> ProcessorMixin | None:
+    """What a model that takes images makes of them, with its tokenizer; None for models of text alone.
+
+    Without torchvision, which transformers wants for videos, it has no part for these. Raises ModelError.
+    """
+    model_config = load_config(config)
+    made_by = _processor_class(model_config)
+    if made_by is None:
+        return None
+    source = resolve_model(config.model)
+    if not any((Path(source) / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+        source = base_of_adapter(source) or source
+    with _explained(config.model, "what it makes of images (preprocessor_config.json, processor_config.json)"):
+        processor: ProcessorMixin = made_by.from_pretrained(
+            source,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=not _hub_answers(config.model, source, config.revision),
+        )
+    return processor
+
+
+def takes_images(model_config: Any) -> bool:
+    """Whether a model of this configuration is one of images and text together."""
+    return _processor_class(model_config) is not None
+
+
+def _processor_class(model_config: Any) -> type[ProcessorMixin] | None:
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    known: Any = PROCESSOR_MAPPING
+    if _model_class(model_config) is not AutoModelForImageTextToText or type(model_config) not in known:
+        return None
+    found: type[ProcessorMixin] = known[type(model_config)]
+    if "video_processor" not in found.get_attributes() or importlib.util.find_spec("torchvision") is not None:
+        return found
+
+    def without_video(
+        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **others: Any
+    ) -> None:
+        parts = {"image_processor": image_processor, "tokenizer": tokenizer, "video_processor": None}
+        found.__init__(self, **parts, chat_template=chat_template, **others)
+
+    return type(found.__name__, (found,), {"__init__": without_video, "__module__": found.__module__})
+
+
+def _model_class(model_config: Any) -> Any:
+    """The automatic class that loads it: with images, where it takes any."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    with_images = AutoModelForImageTextToText._model_mapping.get(type(model_config), None)
+    alone = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
+    has_eyes = getattr(model_config, "vision_config", None) is not None
+    both = with_images is not None and has_eyes and alone in (None, with_images)
+    return AutoModelForImageTextToText if both else AutoModelForCausalLM
 
 
 def load_classifier(config: ModelConfig) -> PreTrainedModel:

@@ -1,0 +1,31 @@
+"""Whether a run can take its tasks' images, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mrl.config import OrchestratorConfig
+from mrl.data.images import pictures_in
+from mrl.engines import ENGINES
+from mrl.errors import ConfigError
+from mrl.types import Task
+
+
+def check_images(config: OrchestratorConfig, tasks: Sequence[Task], *, taken: bool) -> None:
+    """Raise ConfigError for tasks with images where the model or the engine takes none; DataError, naming the row, for
+    an image whose file cannot be read. taken: whether the model takes images."""
+    with_images = [(task, pictures) for task in tasks if not isinstance(task.prompt, str) and (pictures := pictures_in(task.prompt))]
+    if not with_images:
+        return
+    first = with_images[0][0]
+    if not taken:
+        raise ConfigError(
+            f"model: {config.model.model} takes no images, and {len(with_images)} of the tasks have some (the first is "
+            f"{first.id!r}); use a model of images and text, or leave out the columns image and images"
+        )
+    name = config.runtime.engine
+    if not getattr(ENGINES.get(name), "takes_images", False):
+        raise ConfigError(f"engine: {name} takes no images, and the tasks have some (the first is {first.id!r})")
+    for _, pictures in with_images:
+        for picture in pictures:
+            _ = picture.size
