@@ -55,7 +55,7 @@ def build_llava(folder: Path, *, says: tuple[str, ...] = WORDS, **changes: Any) 
         patch_size=14,
         projection_dim=32,
     )
-    text = LlamaConfig(**_text_shape(tokenizer), **changes)
+    text = LlamaConfig(**(_text_shape(tokenizer) | changes))
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,

@@ -1,6 +1,6 @@
 """Images in datasets and messages: read when they are needed, known by the hash of their file.
 
-    column `image` / `images`, {"type": "image", "image": …}  ─▶  Picture  ─▶  Media, in a request
+column `image` / `images`, {"type": "image", "image": …}  ─▶  Picture  ─▶  Media, in a request
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Picture:
         self._data: bytes | None = None
         self._image: Any = None
         self._media: Media | None = None
+        self._record: dict[str, Any] | None = None
         if isinstance(source, dict):
             source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
         if isinstance(source, bytes | bytearray):
@@ -112,14 +113,16 @@ class Picture:
 
     def record(self) -> dict[str, Any]:
         """What a run's record has of it, in the place of its bytes."""
-        try:
-            data = self.data
-        except DataError as error:
-            return {"error": str(error)}
-        return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+        if self._record is None:
+            try:
+                data = self.data
+                self._record = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+            except DataError as error:
+                self._record = {"error": str(error)}
+        return self._record
 
     def __repr__(self) -> str:
-        return f"Picture({self.identity[:24]})"
+        return f"Picture({self.identity})"
 
     def _take_text(self, text: str) -> None:
         if text.startswith("data:"):
@@ -150,6 +153,11 @@ def looks_like_image(value: Any) -> bool:
         return value.startswith("data:image/") or value.lower().endswith(SUFFIXES)
     is_file = isinstance(value, dict) and bool(value) and value.keys() <= {"bytes", "path"}
     return isinstance(value, Picture | bytes | bytearray | Path) or is_file or _is_pil(value)
+
+
+def is_image(value: Any) -> bool:
+    """Whether it is an image by itself, and not something that may stand for one."""
+    return isinstance(value, Picture) or _is_pil(value)
 
 
 def pictures_of_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Picture]]:

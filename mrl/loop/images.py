@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mrl.config import OrchestratorConfig
-from mrl.data.images import pictures_in
+from mrl.data.images import pictures_in, pictures_of_row
+from mrl.data.tasks import Row
 from mrl.engines import ENGINES
 from mrl.errors import ConfigError
 from mrl.types import Task
@@ -14,7 +15,11 @@ from mrl.types import Task
 def check_images(config: OrchestratorConfig, tasks: Sequence[Task], *, taken: bool) -> None:
     """Raise ConfigError for tasks with images where the model or the engine takes none; DataError, naming the row, for
     an image whose file cannot be read. taken: whether the model takes images."""
-    with_images = [(task, pictures) for task in tasks if not isinstance(task.prompt, str) and (pictures := pictures_in(task.prompt))]
+    with_images = [
+        (task, pictures)
+        for task in tasks
+        if not isinstance(task.prompt, str) and (pictures := pictures_in(task.prompt))
+    ]
     if not with_images:
         return
     first = with_images[0][0]
@@ -29,3 +34,18 @@ def check_images(config: OrchestratorConfig, tasks: Sequence[Task], *, taken: bo
     for _, pictures in with_images:
         for picture in pictures:
             _ = picture.size
+
+
+def refuse_images(rows: Sequence[Row], where: str) -> None:
+    """Raise ConfigError for rows with images, where nobody takes them."""
+    for index, row in enumerate(rows):
+        lists = [value for value in row.values() if isinstance(value, list)]
+        messages = [item for value in lists for item in value if isinstance(item, dict)]
+        contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        parts = [part for content in contents for part in content if isinstance(part, dict)]
+        seen = any(part.get("type") in ("image", "image_url") for part in parts)
+        if seen or pictures_of_row(row, f"{where}: row {index}")[1]:
+            raise ConfigError(
+                f"mode: simple takes no images, and {where}, row {index}, has some; use mode: orchestrated, or leave "
+                "out the columns image and images"
+            )

@@ -18,8 +18,8 @@ from mrl.engines.vllm import devices as vllm_devices
 from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
-from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
 from mrl.loop.images import check_images
+from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
 from mrl.models import context_length, load_config, load_processor, load_tokenizer, pick_device
 from mrl.rollouts import ROLLOUT_SOURCES, BatchSource, RolloutSource, SourceSetup, TurnLimits, check_source
 from mrl.rollouts.prompts import PromptEncoder

@@ -57,9 +57,7 @@ class Forward:
     model that takes images (`mrl.models.load_processor`).
     """
 
-    def __init__(
-        self, model: Any, autocast_dtype: torch.dtype | None, *, packing: bool, processor: Any = None
-    ) -> None:
+    def __init__(self, model: Any, autocast_dtype: torch.dtype | None, *, packing: bool, processor: Any = None) -> None:
         self.device = next(model.parameters()).device
         self.autocast_dtype = autocast_dtype
         with torch.no_grad(), evaluating(model):
@@ -133,7 +131,11 @@ class Forward:
         # The last token predicts none of the targets.
         rows = [[*s.prompt_ids, *s.completion_ids[:-1]] for s in samples]
         images = self._images_of(samples)
-        keys = rows if images is None else [[*images.keys(row, _within(s, row))] for row, s in zip(rows, samples, strict=True)]
+        keys = (
+            rows
+            if images is None
+            else [[*images.keys(row, _within(s, row))] for row, s in zip(rows, samples, strict=True)]
+        )
         packed, places = None, None
         if self.packs:
             ends = [len(s.prompt_ids) for s in samples]

@@ -229,9 +229,11 @@ class ImageModel:
             embeddings_1TH = self.embeddings(causal_lm, images, np.array([keys]), keep=False)
             positions = self.positions(causal_lm, images, keys)
             where = torch.arange(len(keys))[None] if positions is None else positions[:, None]
-            got = causal_lm(
-                inputs_embeds=embeddings_1TH, position_ids=to_device(device, where), use_cache=False
-            ).logits[0].float()
+            got = (
+                causal_lm(inputs_embeds=embeddings_1TH, position_ids=to_device(device, where), use_cache=False)
+                .logits[0]
+                .float()
+            )
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, DataError) as error:
             raise ModelError(f"{self.name} does not take images in a way that is known ({error})") from error
         finally:
@@ -250,9 +252,7 @@ class ImageModel:
 
 def sample_inputs(processor: Any) -> dict[str, Tensor]:
     """What the processor makes of a small image between words."""
-    made = processor(
-        text=[f"a{processor.image_token}b c"], images=[open_image(sample_image())], return_tensors="pt"
-    )
+    made = processor(text=[f"a{processor.image_token}b c"], images=[open_image(sample_image())], return_tensors="pt")
     return {name: made[name] for name in made}
 
 

@@ -226,5 +226,7 @@ class RolloutPool:
 
 def _prefixes(request: GenerateRequest) -> list[Hashable]:
     """What its cached prefix may be found by, the surest first."""
-    prompt = (request.prompt_ids, tuple(image.sha256 for image in request.media)) if request.media else request.prompt_ids
+    prompt = (
+        (request.prompt_ids, tuple(image.sha256 for image in request.media)) if request.media else request.prompt_ids
+    )
     return [*([request.session] if request.session is not None else []), prompt]

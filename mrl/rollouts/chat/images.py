@@ -59,7 +59,9 @@ class ImageWriter:
         found: list[Media] = []
         for picture in pictures_in(messages):
             own = self._ids_of(self._write(picture))
-            at = next((at for at in range(start, len(ids) - len(own) + 1) if list(ids[at : at + len(own)]) == own), None)
+            at = next(
+                (at for at in range(start, len(ids) - len(own) + 1) if list(ids[at : at + len(own)]) == own), None
+            )
             if at is None:
                 raise DataError(f"{picture.where}: its tokens are not in the prompt as the processor writes them")
             found.append(replace(picture.media(), start=at, length=len(own)))
