@@ -178,9 +178,10 @@ def load_processor(config: ModelConfig) -> ProcessorMixin | None:
     return processor
 
 
-def takes_images(model_config: Any) -> bool:
-    """Whether a model of this configuration is one of images and text together."""
-    return _processor_class(model_config) is not None
+def image_token_id(processor: Any) -> int:
+    """The id that stands for an image in prompts, as often as it has tokens."""
+    found: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    return found
 
 
 def _processor_class(model_config: Any) -> type[ProcessorMixin] | None:

@@ -219,7 +219,8 @@ def _leave_images(features: Any) -> bool:
     inner = features.values() if isinstance(features, dict) else features if isinstance(features, list) else ()
     if hasattr(features, "feature"):
         inner = (features.feature,)
-    return any([_leave_images(feature) for feature in inner])
+    found = [_leave_images(feature) for feature in inner]  # all of them, also after the first
+    return any(found)
 
 
 def _prune(value: Any) -> Any:

@@ -91,6 +91,11 @@ class Picture:
         except Exception as error:  # whatever the reader of a damaged file raises
             raise DataError(f"{self.where}{self._named()} is no image that can be read ({_said(error)})") from error
 
+    def check(self) -> None:
+        """Look at the file's header. Raises DataError."""
+        if not all(self.size):
+            raise DataError(f"{self.where}{self._named()} has no pixels")
+
     def media(self) -> Media:
         """For a request; its pixels were read once by then. Raises DataError."""
         if self._media is None:

@@ -15,14 +15,11 @@ from mrl.types import Task
 def check_images(config: OrchestratorConfig, tasks: Sequence[Task], *, taken: bool) -> None:
     """Raise ConfigError for tasks with images where the model or the engine takes none; DataError, naming the row, for
     an image whose file cannot be read. taken: whether the model takes images."""
-    with_images = [
-        (task, pictures)
-        for task in tasks
-        if not isinstance(task.prompt, str) and (pictures := pictures_in(task.prompt))
-    ]
+    pictures = [[] if isinstance(task.prompt, str) else pictures_in(task.prompt) for task in tasks]
+    with_images = [task for task, own in zip(tasks, pictures, strict=True) if own]
     if not with_images:
         return
-    first = with_images[0][0]
+    first = with_images[0]
     if not taken:
         raise ConfigError(
             f"model: {config.model.model} takes no images, and {len(with_images)} of the tasks have some (the first is "
@@ -31,9 +28,8 @@ def check_images(config: OrchestratorConfig, tasks: Sequence[Task], *, taken: bo
     name = config.runtime.engine
     if not getattr(ENGINES.get(name), "takes_images", False):
         raise ConfigError(f"engine: {name} takes no images, and the tasks have some (the first is {first.id!r})")
-    for _, pictures in with_images:
-        for picture in pictures:
-            _ = picture.size
+    for picture in (picture for own in pictures for picture in own):
+        picture.check()
 
 
 def refuse_images(rows: Sequence[Row], where: str) -> None:

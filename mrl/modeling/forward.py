@@ -131,11 +131,9 @@ class Forward:
         # The last token predicts none of the targets.
         rows = [[*s.prompt_ids, *s.completion_ids[:-1]] for s in samples]
         images = self._images_of(samples)
-        keys = (
-            rows
-            if images is None
-            else [[*images.keys(row, _within(s, row))] for row, s in zip(rows, samples, strict=True)]
-        )
+        keys = rows
+        if images is not None:
+            keys = [[*images.keys(row, _within(s, row))] for row, s in zip(rows, samples, strict=True)]
         packed, places = None, None
         if self.packs:
             ends = [len(s.prompt_ids) for s in samples]

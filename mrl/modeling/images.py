@@ -1,8 +1,8 @@
-"""Images among a model's tokens: which tokens are theirs, what stands there instead of embeddings, and at what positions.
+"""Images among a model's tokens: which are theirs, what stands there instead of embeddings, and at what positions.
 
 An image's tokens get negative ids of their own in the place of the placeholder's, one for each image and each of its
-tokens: equal images have equal ids, different ones different ids. So whatever compares, shares or packs token ids treats
-images right without knowing of them, and the negative ids say which features the model is given there.
+tokens: equal images have equal ids, different ones different ids. So whatever compares, shares or packs token ids
+treats images right without knowing of them, and the negative ids say which features the model is given there.
 
     prompt ids + Media ─▶ keys ─▶ (shared, packed, cached like any tokens) ─▶ embeddings, and positions where the model
     has them in several dimensions (Qwen-VL)
@@ -24,6 +24,7 @@ from torch import Tensor
 from mrl.data.images import open_image
 from mrl.errors import DataError, ModelError
 from mrl.modeling.gather import make_gather
+from mrl.models import image_token_id
 from mrl.system.transfers import to_device
 from mrl.types import Media
 
@@ -53,7 +54,7 @@ class ImageReader:
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
-        self.token_id: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        self.token_id = image_token_id(processor)
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
         self._bytes = 0
 

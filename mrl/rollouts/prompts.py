@@ -18,8 +18,8 @@ class PromptEncoder:
     """Renders prompts for one tokenizer.
 
     Text prompts become a user's message where the format says so; prompts that are messages always go through the chat
-    template. processor: of a model that takes images. Raises ConfigError when the format needs a chat template and there
-    is none.
+    template. processor: of a model that takes images. Raises ConfigError when the format needs a chat template and
+    there is none.
     """
 
     def __init__(

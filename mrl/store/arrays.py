@@ -6,9 +6,10 @@ float64 otherwise: a replay must see the numbers that were trained on. Bytes are
 bytes, then all next ones), which deflate shrinks best.
 
     blob    = format byte, deflate(samples)
-    samples = one after the other: JSON line {finish_reason, arrays: [[kind, count, constant], ...], media}, arrays' bytes
+    samples = one after the other: JSON line {finish_reason, arrays: [[kind, count, constant], ...]}, arrays' bytes
 
-Of images there are hashes, sizes and places; the files are beside the database (mrl/store/media.py).
+Where there are images the line has their hashes, sizes and places; the files are beside the database
+(mrl/store/media.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The images that a run's rollouts saw: one file each in the run's folder, named by its hash, however often it was seen."""
+"""The images that rollouts saw: one file each in the run's folder, named by its hash, however often it was seen."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ class MediaFolder:
                 if (self.folder / sha256).exists() or self._write(sha256, data):
                     self.written.add(sha256)
         except OSError as error:
-            raise StoreError(
-                f"{self.folder} cannot be written ({error.strerror or error}); free space there"
-            ) from error
+            reason = error.strerror or error
+            raise StoreError(f"{self.folder} cannot be written ({reason}); free space there") from error
 
     def _begin(self) -> None:
         if self.bytes is None:
@@ -58,8 +57,8 @@ class MediaFolder:
             if not self.told:
                 self.told = True
                 self.full(
-                    f"the run's images take {self.bytes >> 20} MiB, and no more are kept than {self.most >> 20}: further "
-                    "ones are recorded by hash alone, and steps with them cannot be replayed"
+                    f"the run's images take {self.bytes >> 20} MiB, and no more are kept than {self.most >> 20}: "
+                    "further ones are recorded by hash alone, and steps with them cannot be replayed"
                 )
             return False
         partial = self.folder / f"{sha256}.partial"

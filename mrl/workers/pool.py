@@ -226,7 +226,5 @@ class RolloutPool:
 
 def _prefixes(request: GenerateRequest) -> list[Hashable]:
     """What its cached prefix may be found by, the surest first."""
-    prompt = (
-        (request.prompt_ids, tuple(image.sha256 for image in request.media)) if request.media else request.prompt_ids
-    )
-    return [*([request.session] if request.session is not None else []), prompt]
+    images = tuple(image.sha256 for image in request.media)
+    return [*([request.session] if request.session is not None else []), (request.prompt_ids, images)]

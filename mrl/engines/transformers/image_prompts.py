@@ -1,8 +1,9 @@
 """Prompts with images in the decode loop.
 
-A request's image tokens are replaced by keys (mrl.modeling.images) before it is queued, so the loop and its caches treat
-an image like any tokens: equal ones share their prefill, different ones never do. Where keys go through the model, this
-file says what it is given in their place; and for models whose positions have several dimensions, where tokens are.
+A request's image tokens are replaced by keys (mrl.modeling.images) before it is queued, so the loop and its caches
+treat an image like any tokens: equal ones share their prefill, different ones never do. Where keys go through the
+model, this file says what it is given in their place; and for models whose positions have several dimensions, where
+tokens are.
 """
 
 from __future__ import annotations

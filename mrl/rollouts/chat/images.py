@@ -47,21 +47,20 @@ class ImageWriter:
         pieces = text.split(self.token)
         if len(pieces) - 1 != len(pictures):
             raise DataError(
-                f"{len(pictures)} images, and the chat template wrote {self.token} {len(pieces) - 1} times: it writes no "
-                "images where these are, or a message's text has that token"
+                f"{len(pictures)} images, and the chat template wrote {self.token} {len(pieces) - 1} times: it writes "
+                "no images where these are, or a message's text has that token"
             )
         written = [self._write(picture) for picture in pictures]
         return pieces[0] + "".join(image + piece for image, piece in zip(written, pieces[1:], strict=True))
 
     def media(self, ids: Sequence[int], messages: Sequence[Message], start: int = 0) -> list[Media]:
-        """The images of `messages`, and where in `ids` their tokens are, which are from `start` on. Raises DataError for
-        one that cannot be read."""
+        """The images of `messages`, and where in `ids` their tokens are, which are from `start` on. Raises DataError
+        for one that cannot be read."""
         found: list[Media] = []
         for picture in pictures_in(messages):
             own = self._ids_of(self._write(picture))
-            at = next(
-                (at for at in range(start, len(ids) - len(own) + 1) if list(ids[at : at + len(own)]) == own), None
-            )
+            places = range(start, len(ids) - len(own) + 1)
+            at = next((at for at in places if list(ids[at : at + len(own)]) == own), None)
             if at is None:
                 raise DataError(f"{picture.where}: its tokens are not in the prompt as the processor writes them")
             found.append(replace(picture.media(), start=at, length=len(own)))
