@@ -88,6 +88,8 @@ class Picture:
             with PIL.Image.open(source) as image:
                 turned = image.getexif().get(0x0112) in _TURNED
                 return (image.width, image.height) if turned else (image.height, image.width)
+        except FileNotFoundError:
+            raise DataError(f"{self.where}: there is no file {self._path}") from None
         except Exception as error:  # whatever the reader of a damaged file raises
             raise DataError(f"{self.where}{self._named()} is no image that can be read ({_said(error)})") from error
 
