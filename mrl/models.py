@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,7 +126,7 @@ def load_model(
             f"model {config.model!r}: it gives a score instead of text (its config.json names a sequence "
             "classifier, as algorithm reward trains); give a language model"
         )
-    loader = _model_class(load_config(config))
+    loader = model_class(load_config(config))
     with _LOADING, _explained(config.model):
         model = loader.from_pretrained(
             base or source,
@@ -150,32 +151,42 @@ def without_weights(config: ModelConfig) -> PreTrainedModel:
 
     model_config = load_config(config)
     with _LOADING, _explained(config.model), torch.device("meta"):
-        model: PreTrainedModel = _model_class(model_config).from_config(
+        model: PreTrainedModel = model_class(model_config).from_config(
             model_config, trust_remote_code=config.trust_remote_code
         )
         return model
 
 
 def load_processor(config: ModelConfig) -> ProcessorMixin | None:
-    """What a model that takes images makes of them, with its tokenizer; None for models of text alone.
+    """What a model that takes images makes of them, with its tokenizer; None for models of text alone, and, with a
+    warning, where it cannot be loaded: then they are trained on text.
 
-    Without torchvision, which transformers wants for videos, it has no part for these. Raises ModelError.
+    Without torchvision, which transformers wants for videos, it has no part for these.
     """
-    model_config = load_config(config)
-    made_by = _processor_class(model_config)
+    made_by = _processor_class(load_config(config))
+    source = resolve_model(config.model)
     if made_by is None:
         return None
-    source = resolve_model(config.model)
-    if not any((Path(source) / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+    if Path(source).is_dir() and not _has_processor(source):
         source = base_of_adapter(source) or source
-    with _explained(config.model, "what it makes of images (preprocessor_config.json, processor_config.json)"):
-        processor: ProcessorMixin = made_by.from_pretrained(
-            source,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=not _hub_answers(config.model, source, config.revision),
-        )
-    return processor
+        if Path(source).is_dir() and not _has_processor(source):
+            return None
+    try:
+        with _explained(config.model, "what it makes of images"):
+            processor: ProcessorMixin = made_by.from_pretrained(
+                source,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=not _hub_answers(config.model, source, config.revision),
+            )
+            return processor
+    except ModelError as error:
+        warnings.warn(f"no images can be given to it: {error}", stacklevel=2)
+        return None
+
+
+def _has_processor(folder: str) -> bool:
+    return any((Path(folder) / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
 
 
 def image_token_id(processor: Any) -> int:
@@ -189,7 +200,7 @@ def _processor_class(model_config: Any) -> type[ProcessorMixin] | None:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     known: Any = PROCESSOR_MAPPING
-    if _model_class(model_config) is not AutoModelForImageTextToText or type(model_config) not in known:
+    if model_class(model_config) is not AutoModelForImageTextToText or type(model_config) not in known:
         return None
     found: type[ProcessorMixin] = known[type(model_config)]
     if "video_processor" not in found.get_attributes() or importlib.util.find_spec("torchvision") is not None:
@@ -204,7 +215,7 @@ def _processor_class(model_config: Any) -> type[ProcessorMixin] | None:
     return type(found.__name__, (found,), {"__init__": without_video, "__module__": found.__module__})
 
 
-def _model_class(model_config: Any) -> Any:
+def model_class(model_config: Any) -> Any:
     """The automatic class that loads it: with images, where it takes any."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

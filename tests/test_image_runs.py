@@ -21,6 +21,10 @@ TASKS = [
     {"prompt": "colour?", "image": image(colour, size), "want": colour}
     for colour, size in zip(COLOURS, SIZES, strict=True)
 ]
+NAMED = """
+def named(completions, want, **_):
+    return [float(word in said[-1]["content"]) for said, word in zip(completions, want)]
+"""
 LOOK = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 
@@ -141,9 +145,7 @@ def test_resumed_and_evaluated(llava_model: str, tmp_path: Path, capsys: pytest.
     lines = [{"prompt": "colour?", "image": f"{tmp_path}/{n}.png", "want": t["want"]} for n, t in enumerate(TASKS)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     reward = tmp_path / "reward.py"
-    reward.write_text(
-        "def named(completions, want, **_):\n    return [float(w in c[-1]['content']) for c, w in zip(completions, want)]\n"
-    )
+    reward.write_text(NAMED)
     capsys.readouterr()
     mrl(
         *("eval", str(tmp_path / "whole"), "--dataset", str(data), "--reward-funcs", f"{reward}:named"),

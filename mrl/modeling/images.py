@@ -213,42 +213,42 @@ class ImageModel:
     @torch.no_grad()
     def _check(self, causal_lm: Any) -> None:
         """Compare with the model's own way from pixels to logits, on a small image between words."""
-        device = causal_lm.get_input_embeddings().weight.device
-        given = sample_inputs(self.reader.processor)
-        accepted = inspect.signature(causal_lm.forward).parameters
-        inputs = {name: to_device(device, value) for name, value in given.items() if name in accepted}
         training = [module for module in causal_lm.modules() if module.training]
         for module in training:
             module.training = False
         try:
-            expected = causal_lm(**inputs, use_cache=False).logits[0].float()
-            ids = given["input_ids"][0].tolist()
-            places = [place for place, token in enumerate(ids) if token == self.reader.token_id]
-            images = ImageTokens(self.reader)
-            media = Media(sample_image(), start=places[0], length=places[-1] + 1 - places[0])
-            keys = images.keys(ids, [media])
-            embeddings_1TH = self.embeddings(causal_lm, images, np.array([keys]), keep=False)
-            positions = self.positions(causal_lm, images, keys)
-            where = torch.arange(len(keys))[None] if positions is None else positions[:, None]
-            got = (
-                causal_lm(inputs_embeds=embeddings_1TH, position_ids=to_device(device, where), use_cache=False)
-                .logits[0]
-                .float()
-            )
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, DataError) as error:
+            expected_TV, got_TV = self._both_ways(causal_lm)
+        except Exception as error:  # whatever processors and models of any kind raise for what they do not take
             raise ModelError(f"{self.name} does not take images in a way that is known ({error})") from error
         finally:
             for module in training:
                 module.training = True
             if getattr(getattr(causal_lm, "model", None), "rope_deltas", None) is not None:
                 causal_lm.model.rope_deltas = None  # of this image, and it would be used for others
-        scale = float(expected.abs().max())
-        exact = causal_lm.dtype == torch.float32
-        if not bool(((got - expected).abs() <= (1e-4 if exact else 5e-2) * scale).all()) and expected.isfinite().all():
+        tolerance = (1e-4 if causal_lm.dtype == torch.float32 else 5e-2) * float(expected_TV.abs().max())
+        if expected_TV.isfinite().all() and not bool(((got_TV - expected_TV).abs() <= tolerance).all()):
             raise ModelError(
                 f"{self.name} does more with images than to put their features in the place of embeddings (its tokens "
                 "look at each other in both directions, or deeper layers get features too), which is not supported"
             )
+
+    def _both_ways(self, causal_lm: Any) -> tuple[Tensor, Tensor]:
+        """Logits by the model's own way, and by this one."""
+        device = causal_lm.get_input_embeddings().weight.device
+        given = sample_inputs(self.reader.processor)
+        accepted = inspect.signature(causal_lm.forward).parameters
+        inputs = {name: to_device(device, value) for name, value in given.items() if name in accepted}
+        expected_TV = causal_lm(**inputs, use_cache=False).logits[0].float()
+        ids = given["input_ids"][0].tolist()
+        places = [place for place, token in enumerate(ids) if token == self.reader.token_id]
+        images = ImageTokens(self.reader)
+        media = Media(sample_image(), start=places[0], length=places[-1] + 1 - places[0])
+        keys = images.keys(ids, [media])
+        embeddings_1TH = self.embeddings(causal_lm, images, np.array([keys]), keep=False)
+        positions_3T = self.positions(causal_lm, images, keys)
+        where = torch.arange(len(keys))[None] if positions_3T is None else positions_3T[:, None]
+        output = causal_lm(inputs_embeds=embeddings_1TH, position_ids=to_device(device, where), use_cache=False)
+        return expected_TV, output.logits[0].float()
 
 
 def sample_inputs(processor: Any) -> dict[str, Tensor]:
