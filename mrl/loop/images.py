@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mrl.config import OrchestratorConfig
 from mrl.data.images import pictures_in, pictures_of_row
 from mrl.data.tasks import Row
 from mrl.engines import ENGINES
 from mrl.errors import ConfigError
+from mrl.models import load_processor
 from mrl.types import Task
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+
+def processor_of(config: OrchestratorConfig) -> ProcessorMixin | None:
+    """What makes pixels of images; None where the model or the engine takes none."""
+    return load_processor(config.model) if _engine_takes_images(config) else None
 
 
 def check_images(config: OrchestratorConfig, tasks: Sequence[Task], *, taken: bool) -> None:
     """Raise ConfigError for tasks with images where the model or the engine takes none; DataError, naming the row, for
-    an image whose file cannot be read. taken: whether the model takes images."""
+    an image whose file cannot be read. taken: whether both take images."""
     pictures = [[] if isinstance(task.prompt, str) else pictures_in(task.prompt) for task in tasks]
     with_images = [task for task, own in zip(tasks, pictures, strict=True) if own]
     if not with_images:
         return
     first = with_images[0]
+    if not _engine_takes_images(config):
+        raise ConfigError(
+            f"engine: {config.runtime.engine} takes no images, and {len(with_images)} of the tasks have some (the first "
+            f"is {first.id!r}); use engine: transformers"
+        )
     if not taken:
         raise ConfigError(
             f"model: {config.model.model} takes no images, and {len(with_images)} of the tasks have some (the first is "
             f"{first.id!r}); use a model of images and text, or leave out the columns image and images"
         )
-    name = config.runtime.engine
-    if not getattr(ENGINES.get(name), "takes_images", False):
-        raise ConfigError(f"engine: {name} takes no images, and the tasks have some (the first is {first.id!r})")
     for picture in (picture for own in pictures for picture in own):
         picture.check()
+
+
+def _engine_takes_images(config: OrchestratorConfig) -> bool:
+    return bool(getattr(ENGINES.get(config.runtime.engine), "takes_images", False))
 
 
 def refuse_images(rows: Sequence[Row], where: str) -> None:

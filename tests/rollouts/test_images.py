@@ -121,7 +121,7 @@ def test_what_tools_say_may_have_images() -> None:
     assert only["image"].size == (28, 28)
     assert joined("before ", content) == [{"type": "text", "text": "before "}, *content]
     assert joined([only], "after") == [only, {"type": "text", "text": "after"}]
-    with pytest.raises(EnvError, match=r"look \(.*returned an image, and the model takes none"):
+    with pytest.raises(EnvError, match=r"look \(.*returned an image, and this model or engine takes none"):
         say(image(), images=False)
     with pytest.raises(DataError, match="an image from look"):
         say([{"type": "image", "image": 3}])

@@ -8,7 +8,6 @@ running requests.
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from mrl.engines.requests import check_sequence, end_ids, refusal, sampling_fiel
 from mrl.engines.vllm.client import VLLMProcess
 from mrl.engines.vllm.devices import environment
 from mrl.errors import ConfigError, EngineDied, EngineError, SyncError
-from mrl.models import image_token_id, load_processor
 from mrl.system.gather import all_of
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 
@@ -42,8 +40,6 @@ class VLLMEngine:
 
     accepts = frozenset({"weights", "adapter", "model"})
     """Kinds of WeightRef it loads; not a module, which is in another process."""
-    takes_images = True
-    """Where the model does."""
 
     def __init__(self, config: ModelConfig, model: str, version: int, start: dict[str, Any]) -> None:
         """start: VLLMProcess's arguments besides the model, kept for a restart from a checkpoint."""
@@ -52,8 +48,6 @@ class VLLMEngine:
         self._sync_seconds: float = start["sync_timeout"]
         self._repeatable: bool = start["repeatable"]
         self._end_ids = end_ids(config)
-        processor = load_processor(config)
-        self._image_id = None if processor is None else image_token_id(processor)
         self._run(model, version)
         self.version: int | None = version
         self._held: str | None = None
@@ -235,8 +229,7 @@ class VLLMEngine:
     # --- inner ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: GenerateRequest, version: int) -> Completion:
-        no_images = "the model takes none" if self._image_id is None else ""
-        refused = refusal(request, self._max_model_len, self._vocab_size, version=version, no_images=no_images)
+        refused = refusal(request, self._max_model_len, self._vocab_size, version=version)
         if refused is not None:
             return refused
         message = {
@@ -245,10 +238,6 @@ class VLLMEngine:
             "seed": request.seed if self._repeatable else None,
             "sampling": sampling_fields(request, self._end_ids, self._max_model_len),
         }
-        if request.media:
-            assert self._image_id is not None
-            message["images"] = [base64.b64encode(image.data).decode() for image in request.media]
-            message["unexpanded_ids"] = _unexpanded(request, self._image_id)
         try:
             answer = await self._one("generate", message)
         except EngineDied:
@@ -304,15 +293,6 @@ class VLLMEngine:
         return await asyncio.wrap_future(self._process.submit(method, *args))
 
 
-def _unexpanded(request: GenerateRequest, image_id: int) -> list[int]:
-    """The prompt with one placeholder for each image, which vLLM expands itself, with the same processor."""
-    ids, end = [], 0
-    for image in request.media:
-        ids += [*request.prompt_ids[end : image.start], image_id]
-        end = image.start + image.length
-    return [*ids, *request.prompt_ids[end:]]
-
-
 def _plain_model(config: ModelConfig, folder: Path) -> str:
     """A folder or Hub id that vLLM can load: the model's, or for an adapter's folder base and adapter merged into
     `folder`."""
@@ -322,5 +302,5 @@ def _plain_model(config: ModelConfig, folder: Path) -> str:
     if not (Path(source) / "adapter_config.json").is_file():
         return source
     load_model(config.model_copy(update={"device": "cpu"})).save_pretrained(folder)
-    (load_processor(config) or load_tokenizer(config)).save_pretrained(folder)
+    load_tokenizer(config).save_pretrained(folder)
     return str(folder)

@@ -25,7 +25,7 @@ def as_content(said: Any, who: Any, as_text: Callable[[Any, Any], str], *, image
     if not is_parts or not any(part["type"] in ("image", "image_url") for part in parts):
         return as_text(said, who)
     if not images:
-        raise EnvError(f"{described(who)} returned an image, and the model takes none; use one that does")
+        raise EnvError(f"{described(who)} returned an image, and this model or engine takes none")
     where = f"an image from {described(who)}"
     content = as_message({"role": "tool", "content": parts}, where)["content"]
     found: list[dict[str, Any]] = []

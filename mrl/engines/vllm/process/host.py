@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import base64
 import contextlib
 import functools
-import io
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -103,15 +101,7 @@ class Host:
             detokenize=bool(sampling.get("stop")),
             include_stop_str_in_output=True,
         )
-        if images := request.get("images"):
-            whole = await self._run(request["unexpanded_ids"], params, request["id"], images)
-            if list(whole.prompt_token_ids or []) != request["prompt_ids"]:
-                raise Refused(
-                    f"vLLM made {len(whole.prompt_token_ids or [])} tokens of a prompt with images, which has "
-                    f"{len(request['prompt_ids'])}: its processor is another than the trainer's"
-                )
-        else:
-            whole = await self._run(request["prompt_ids"], params, request["id"])
+        whole = await self._run(request["prompt_ids"], params, request["id"])
         output = whole.outputs[0]
         token_ids = list(output.token_ids)
         logprobs = list(output.logprobs.logprobs) if output.logprobs else []
@@ -307,16 +297,13 @@ class Host:
 
         self.llm.output_processor.process_outputs = counting
 
-    async def _run(self, ids: list[int], params: Any, request_id: str | None, images: list[str] | None = None) -> Any:
-        """images: base64 of their files, in the order of their placeholders."""
+    async def _run(self, ids: list[int], params: Any, request_id: str | None) -> Any:
         from vllm import TokensPrompt
         from vllm.utils import random_uuid
 
         self._refuse_broken()
         self._refuse_asleep()  # it would wait forever
         prompt, name = TokensPrompt(prompt_token_ids=ids), request_id or random_uuid()
-        if images:
-            prompt["multi_modal_data"] = {"image": [_opened(image) for image in images]}
         outputs = [output async for output in self.llm.generate(prompt, params, name, lora_request=self.lora)]
         self._refuse_broken()
         self.prompt_tokens += len(ids)
@@ -326,15 +313,6 @@ class Host:
     def _refuse_broken(self) -> None:
         if self.broken is not None:
             raise Refused(f"this engine has no whole weights: {self.broken}; load weights first")
-
-
-def _opened(image: str) -> Any:
-    """In RGB and turned as it was taken: as the trainer has it."""
-    import PIL.Image
-    import PIL.ImageOps
-
-    with PIL.Image.open(io.BytesIO(base64.b64decode(image))) as found:
-        return PIL.ImageOps.exif_transpose(found).convert("RGB")
 
 
 def _platform_defaults(settings: dict[str, Any]) -> dict[str, Any]:
