@@ -157,8 +157,8 @@ def test_resumed_and_evaluated(llava_model: str, tmp_path: Path, capsys: pytest.
 def test_what_cannot_take_images_is_refused_at_once(llava_model: str, tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: .* takes no images, and 4 of the tasks have some"):
         small_runs.run(tiny_model, tmp_path / "a", train_dataset=TASKS, reward_funcs=distinct)
+    remote = {"engine": "vllm-remote", "vllm_urls": ["http://127.0.0.1:9"], "weight_sync_method": "reload"}
     with pytest.raises(ConfigError, match="engine: vllm-remote takes no images"):
-        remote = {"engine": "vllm-remote", "vllm_urls": ["http://127.0.0.1:9"], "weight_sync_method": "reload"}
         small_runs.run(llava_model, tmp_path / "d", train_dataset=TASKS, reward_funcs=distinct, **remote)
     with pytest.raises(ConfigError, match="mode: simple takes no images"):
         small_runs.run(llava_model, tmp_path / "b", train_dataset=TASKS, reward_funcs=distinct, mode="simple")

@@ -32,8 +32,8 @@ def check_images(config: OrchestratorConfig, tasks: Sequence[Task], *, taken: bo
     first = with_images[0]
     if not _engine_takes_images(config):
         raise ConfigError(
-            f"engine: {config.runtime.engine} takes no images, and {len(with_images)} of the tasks have some (the first "
-            f"is {first.id!r}); use engine: transformers"
+            f"engine: {config.runtime.engine} takes no images, and {len(with_images)} of the tasks have some (the "
+            f"first is {first.id!r}); use engine: transformers"
         )
     if not taken:
         raise ConfigError(
