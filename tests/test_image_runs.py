@@ -92,6 +92,13 @@ def test_sampler_and_trainer_see_the_same(
 
 
 @pytest.mark.slow
+def test_an_adapter_learns_from_images(llava_model: str, tmp_path: Path) -> None:
+    metrics = run(llava_model, tmp_path / "r", use_lora=True, lora_r=4, weight_sync_method="reload", beta=0.1)
+    assert all(row["train/logprob_gap_max"] <= 1e-5 for row in metrics)
+    assert metrics[1]["train/kl"] > 0
+
+
+@pytest.mark.slow
 def test_turns_with_images_on_processes(processes: None, tmp_path: Path) -> None:
     """Requests, samples and weights travel; a policy that mostly calls the tool sees an image each time."""
     import torch

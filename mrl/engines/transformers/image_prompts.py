@@ -102,6 +102,8 @@ class ImagePrompts:
             positions_3BT = torch.zeros(3, len(rows), columns, dtype=torch.int64)
             for row, (keys, first) in enumerate(zip(rows, first_B, strict=True)):
                 start, end = max(first, 0), min(first + columns, len(keys))
+                if start >= end:
+                    continue
                 positions_3BT[:, row, start - first : end - first] = self._positions(lm, keys)[:, start:end]
             given["position_ids"] = to_device(lm.device, positions_3BT)
         return given

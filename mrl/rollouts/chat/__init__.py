@@ -21,8 +21,6 @@ def chat_format(tokenizer: PreTrainedTokenizerBase, images: ImageWriter | None =
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("conversations of several turns need a chat template, and this tokenizer has none")
     template = TemplateChat(tokenizer, images)
-    if images is not None:  # renderers know nothing of images
-        return template
     return known_chat(tokenizer, template) or template
 
 

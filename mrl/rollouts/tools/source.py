@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Self
 
-from mrl.data.images import is_image
+from mrl.data.images import is_image, opened
 from mrl.errors import ConfigError, DataError, EnvError
 from mrl.rollouts.base import PolicyClient, SourceSetup
 from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
@@ -136,7 +136,7 @@ class ToolEpisode:
         if self.columns is None:
             return messages
         reset = self.environment.instance.reset
-        observation = await self.environment.call(reset, **accepted(reset, self.columns))
+        observation = await self.environment.call(reset, **opened(accepted(reset, self.columns)))
         if observation is None:
             return messages
         if not isinstance(observation, str | list) and not is_image(observation):
