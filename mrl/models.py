@@ -7,8 +7,10 @@ model folder, or a Hub id.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,7 @@ from mrl.store.run import find_run
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "spiece*", "tokenization*.py")
 """A folder with a tokenizer has a file that matches at least one of these."""
@@ -119,7 +121,6 @@ def load_model(
     before_moving: called on the model in host memory, so that the device never holds it unchanged.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # loading has no place in the run's own progress display
@@ -130,8 +131,9 @@ def load_model(
             f"model {config.model!r}: it gives a score instead of text (its config.json names a sequence "
             "classifier, as algorithm reward trains); give a language model"
         )
+    loader = model_class(load_config(config))
     with _LOADING, _explained(config.model):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = loader.from_pretrained(
             base or source,
             revision=config.revision if base is None else None,
             trust_remote_code=config.trust_remote_code,
@@ -151,11 +153,82 @@ def load_model(
 def without_weights(config: ModelConfig) -> PreTrainedModel:
     """The model with tensors on the meta device, to inspect its architecture. Raises ModelError."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     model_config = load_config(config)
     with _LOADING, _explained(config.model), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+        model: PreTrainedModel = model_class(model_config).from_config(
+            model_config, trust_remote_code=config.trust_remote_code
+        )
+        return model
+
+
+def load_processor(config: ModelConfig) -> ProcessorMixin | None:
+    """What a model that takes images makes of them, with its tokenizer; None for models of text alone, and, with a
+    warning, where it cannot be loaded: then they are trained on text.
+
+    Without torchvision, which transformers wants for videos, it has no part for these.
+    """
+    made_by = _processor_class(load_config(config))
+    source = resolve_model(config.model)
+    if made_by is None:
+        return None
+    if Path(source).is_dir() and not _has_processor(source):
+        source = base_of_adapter(source) or source
+        if Path(source).is_dir() and not _has_processor(source):
+            return None
+    try:
+        with _explained(config.model, "what it makes of images"):
+            processor: ProcessorMixin = made_by.from_pretrained(
+                source,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=not _hub_answers(config.model, source, config.revision),
+            )
+            return processor
+    except ModelError as error:
+        warnings.warn(f"no images can be given to it: {error}", stacklevel=2)
+        return None
+
+
+def _has_processor(folder: str) -> bool:
+    return any((Path(folder) / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
+
+
+def image_token_id(processor: Any) -> int:
+    """The id that stands for an image in prompts, as often as it has tokens."""
+    found: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    return found
+
+
+def _processor_class(model_config: Any) -> type[ProcessorMixin] | None:
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    known: Any = PROCESSOR_MAPPING
+    if model_class(model_config) is not AutoModelForImageTextToText or type(model_config) not in known:
+        return None
+    found: type[ProcessorMixin] = known[type(model_config)]
+    if "video_processor" not in found.get_attributes() or importlib.util.find_spec("torchvision") is not None:
+        return found
+
+    def without_video(
+        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **others: Any
+    ) -> None:
+        parts = {"image_processor": image_processor, "tokenizer": tokenizer, "video_processor": None}
+        found.__init__(self, **parts, chat_template=chat_template, **others)
+
+    return type(found.__name__, (found,), {"__init__": without_video, "__module__": found.__module__})
+
+
+def model_class(model_config: Any) -> Any:
+    """The automatic class that loads it: with images, where it takes any."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    with_images = AutoModelForImageTextToText._model_mapping.get(type(model_config), None)
+    alone = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
+    has_eyes = getattr(model_config, "vision_config", None) is not None
+    both = with_images is not None and has_eyes and alone in (None, with_images)
+    return AutoModelForImageTextToText if both else AutoModelForCausalLM
 
 
 def load_classifier(config: ModelConfig) -> PreTrainedModel:

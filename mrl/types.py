@@ -55,16 +55,26 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image in a prompt."""
+    """An image, and the tokens that stand for it."""
 
-    data: bytes
+    data: bytes = field(repr=False)
     """The encoded file: PNG, JPEG …"""
     kind: Literal["image"] = "image"
+    start: int = 0
+    """Where its tokens begin: in the prompt, and in a `Sample` in prompt and completion together."""
+    length: int = 0
+    """How many there are, with those that the processor puts between them. The same id elsewhere is no image."""
+    sha256: str = ""
+    """Of `data`, in hex."""
+
+    def __post_init__(self) -> None:
+        if not self.sha256:
+            object.__setattr__(self, "sha256", hashlib.sha256(self.data).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One completion to sample. Requests with equal `prompt_ids` share their prefill."""
+    """One completion to sample. Requests with equal `prompt_ids` and images share their prefill."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -74,7 +84,7 @@ class GenerateRequest:
     session: str | None = None
     """Id of the conversation it continues: a session's requests go to the worker with their prefix in its KV cache."""
     media: tuple[Media, ...] = ()
-    """In the order of their positions in the prompt. An engine without image support refuses the request."""
+    """In the order of their positions in the prompt. An engine or a model that takes none refuses the request."""
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -112,6 +122,8 @@ class TokenSequence:
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     temperature: float = 1.0
+    media: tuple[Media, ...] = ()
+    """As a request's."""
 
 
 WeightKind = Literal["weights", "adapter", "model", "delta"]
@@ -160,6 +172,14 @@ class Sample:
     finish_reason: FinishReason = "stop"
     reference_logprobs: list[float] | None = field(default=None, repr=False, compare=False)
     """Logprobs under the reference model, if a KL term needs them and they are already computed."""
+    media: tuple[Media, ...] = ()
+    """The images among its tokens, in their order; in a completion they are the environment's."""
+
+    @property
+    def prompt_key(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Equal for samples whose prompts are the same, images included."""
+        images = tuple(image.sha256 for image in self.media if image.start < len(self.prompt_ids))
+        return tuple(self.prompt_ids), images
 
     @property
     def num_sampled(self) -> int:

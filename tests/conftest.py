@@ -197,6 +197,22 @@ def experts_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return str(folder)
 
 
+@pytest.fixture(scope="session")
+def llava_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random LLaVA."""
+    from tests.vision_models import build_llava
+
+    return str(build_llava(tmp_path_factory.mktemp("models") / "llava"))
+
+
+@pytest.fixture(scope="session")
+def qwen_vl_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random Qwen2.5-VL."""
+    from tests.vision_models import build_qwen
+
+    return str(build_qwen(tmp_path_factory.mktemp("models") / "qwen-vl"))
+
+
 VLLM_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 """vLLM's attention on CPU wants heads of 32."""
 

@@ -129,6 +129,12 @@ def test_learning_over_several_turns(name: str, rewards: list[str], folder: Path
 
 
 @pytest.mark.slow
+def test_images(folder: Path, capsys: Output) -> None:
+    out = script("examples/images.py", capsys, "--max-steps", "2")
+    assert "after 2 steps" in out
+
+
+@pytest.mark.slow
 def test_math_answers(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder / "examples")
     small = ["--model", "starter", "--max-steps", "1", "--max-completion-length", "16", "--json"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from mrl.system.memory import rounded
@@ -69,8 +69,8 @@ def by_tokens(samples: Sequence[Sample], most: int, *, shared_prompts: bool) -> 
 def _tokens(samples: Iterable[Sample], shared_prompts: bool) -> int:
     kept = list(samples)
     if shared_prompts:
-        prompts = {tuple(sample.prompt_ids) for sample in kept}
-        return sum(map(len, prompts)) + sum(len(sample.completion_ids) for sample in kept)
+        prompts = {sample.prompt_key for sample in kept}
+        return sum(len(ids) for ids, _ in prompts) + sum(len(sample.completion_ids) for sample in kept)
     return len(kept) * max(_length(sample) for sample in kept)
 
 
@@ -80,15 +80,15 @@ def _by_length(samples: Sequence[Sample]) -> list[int]:
 
 def _by_prompt(samples: Sequence[Sample]) -> list[int]:
     """Rows grouped by prompt; groups by their longest row, rows within a group by length, longest first."""
-    longest: dict[tuple[int, ...], int] = {}
-    first: dict[tuple[int, ...], int] = {}
+    longest: dict[Hashable, int] = {}
+    first: dict[Hashable, int] = {}
     for index, sample in enumerate(samples):
-        key = tuple(sample.prompt_ids)
+        key = sample.prompt_key
         longest[key] = max(longest.get(key, 0), _length(sample))
         first.setdefault(key, index)
 
     def place(index: int) -> tuple[int, int, int]:
-        key = tuple(samples[index].prompt_ids)
+        key = samples[index].prompt_key
         return -longest[key], first[key], -_length(samples[index])
 
     return sorted(range(len(samples)), key=place)

@@ -38,7 +38,7 @@ from mrl.modeling.forward import Forward, evaluating
 from mrl.modeling.liger import apply_liger, check_liger
 from mrl.modeling.precision import narrow_matrices
 from mrl.modeling.token_batch import TokenBatch, make_token_batch
-from mrl.models import autocast_dtype, load_model, load_tokenizer, pick_device
+from mrl.models import autocast_dtype, load_model, load_processor, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.system.environment import computing_environment
 from mrl.system.machine import machine_id
@@ -91,6 +91,7 @@ class ActorWorker:
         check_liger(config, self.model_config, pick_device(self.model_config.device))
         torch.manual_seed(derive_seed(config.seed, "actor"))
         self.tokenizer = load_tokenizer(self.model_config)
+        self.processor = load_processor(self.model_config)
         self.device = pick_device(self.model_config.device)
         self.autocast_dtype = autocast_dtype(self.model_config, self.device)
         # Base weights below an adapter are frozen, so they can be stored in the compute dtype.
@@ -118,7 +119,7 @@ class ActorWorker:
         self.scheduler = make_scheduler(self.optimizer, config, self.total_steps)
         models = [self.model] if self.reference is None else [self.model, self.reference]
         self.residence = Residence(models, self.optimizer, self.device)
-        self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing)
+        self.forward = Forward(self.model, self.autocast_dtype, packing=config.packing, processor=self.processor)
         self.mismatch_probe = MismatchProbe(self.forward, self.algorithm.max_logprob_gap)
         self.micro_batch_tokens = config.max_tokens_per_micro_batch or self._default_tokens()
         self.compiled: CompiledLayers | None = None
@@ -232,7 +233,7 @@ class ActorWorker:
         """
         self.finish_checkpoint()
         copy = beside and served is None and fits_in_memory_twice(self.model, self.optimizer)
-        snapshot = take_snapshot(self.model, self.tokenizer, self.optimizer, self.scheduler, copy=copy)
+        snapshot = take_snapshot(self.model, self._writes(), self.optimizer, self.scheduler, copy=copy)
         snapshot.mismatch_probe = self.mismatch_probe.state()
         full_state = {**state, "actor": {"step": self.step, "skipped_in_a_row": self.skipped_in_a_row}}
         if not copy:
@@ -280,8 +281,12 @@ class ActorWorker:
 
     def _publisher(self) -> Publisher:
         if self.publisher is None:
-            self.publisher = Publisher(self.model, self.tokenizer)
+            self.publisher = Publisher(self.model, self._writes())
         return self.publisher
+
+    def _writes(self) -> Any:
+        """What goes into a model's folder besides the model: the tokenizer, alone or with what makes pixels."""
+        return self.tokenizer if self.processor is None else self.processor
 
     def _published(self, ref: WeightRef) -> WeightRef:
         self.mismatch_probe.published(self.model, ref.version)

@@ -131,11 +131,11 @@ def export(checkpoint: Path, target: Path, *, merged: bool) -> Path:
         raise CheckpointError(f"{target}: is not empty; choose another folder")
     if merged and (checkpoint / "adapter_config.json").exists():
         from mrl.config import ModelConfig
-        from mrl.models import load_model, load_tokenizer
+        from mrl.models import load_model, load_processor, load_tokenizer
 
         config = ModelConfig(model=str(checkpoint), device="cpu")
         load_model(config).save_pretrained(target)
-        load_tokenizer(config).save_pretrained(target)
+        (load_processor(config) or load_tokenizer(config)).save_pretrained(target)
         return target
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != "manifest.json":

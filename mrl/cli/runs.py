@@ -256,7 +256,21 @@ def _print_rollout(rollout: dict[str, Any]) -> None:
     if rollout["error"]:
         print(f"error: {rollout['error']}")
     for message in rollout["messages"]:
-        print(f"[{message.get('role', '?')}] {_utf8(str(message.get('content', '')).strip())}")
+        print(f"[{message.get('role', '?')}] {_utf8(_shown(message.get('content', '')).strip())}")
+
+
+def _shown(content: Any) -> str:
+    """A message's content on the screen: of images their hash and size."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
+        return str(content)
+    return " ".join(_shown_part(part) for part in content)
+
+
+def _shown_part(part: dict[str, Any]) -> str:
+    image = part.get("image")
+    if part["type"] != "image" or not isinstance(image, dict):
+        return str(part["text"] if part["type"] == "text" and "text" in part else part)
+    return f"[image {image['sha256'][:12]}, {image['bytes']} bytes]" if "sha256" in image else f"[image {image}]"
 
 
 def _export(argv: list[str]) -> int:

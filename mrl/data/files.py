@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mrl.data.images import Picture
 from mrl.data.tasks import Row
 from mrl.errors import DataError
 
@@ -71,11 +72,16 @@ def dataset_rows(source: Any, split: str, limit: int | None, where: str) -> Firs
     if isinstance(source, datasets.IterableDataset):
         if limit is None:
             raise DataError(f"{where} is a stream, which may never end: set max_samples")
-        return FirstRows((_without_none(row) for row in source.take(limit)), None)
+        source = source.take(limit)
+        if source.features is not None and _leave_images(source.features):
+            source = source.decode(False)
+        return FirstRows((_without_none(row) for row in source), None)
     total = len(source)
     if limit is not None:
         source = source.select(range(min(limit, total)))
-    return FirstRows([_without_none(row) for row in source.with_format(None)], total)
+    source = source.with_format(None)  # a copy
+    _leave_images(source.features)
+    return FirstRows([_without_none(row) for row in source], total)
 
 
 def looks_like_path(name: str) -> bool:
@@ -203,8 +209,24 @@ def _without_none(row: Row) -> Row:
     return {name: _prune(value) for name, value in row.items()}
 
 
+def _leave_images(features: Any) -> bool:
+    """Have images come as files instead of pixels, which are read when they are needed; whether there are any."""
+    import datasets
+
+    if isinstance(features, datasets.Image):
+        features.decode = False
+        return True
+    inner = features.values() if isinstance(features, dict) else features if isinstance(features, list) else ()
+    if hasattr(features, "feature"):
+        inner = (features.feature,)
+    found = [_leave_images(feature) for feature in inner]  # all of them, also after the first
+    return any(found)
+
+
 def _prune(value: Any) -> Any:
     if isinstance(value, dict):
+        if value.keys() == {"bytes", "path"} and any(isinstance(part, bytes | str) for part in value.values()):
+            return Picture(value)
         keep_content = "role" in value
         return {k: _prune(v) for k, v in value.items() if v is not None or (keep_content and k == "content")}
     if isinstance(value, list):

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from mrl.data.images import Picture, pictures_of_row, with_pictures
 from mrl.errors import DataError
 from mrl.types import Message, Prompt, Task
 
@@ -52,7 +53,9 @@ def rows_to_tasks(rows: list[Row], where: str) -> list[Task]:
     copies: dict[str, int] = {}
     id_column = next((name for name in ("id", "task_id") if name in columns_of(rows)), None)
     for index, row in enumerate(rows):
-        prompt = _prompt(row["prompt"], f"{where}: row {index}, column 'prompt'")
+        row, pictures = pictures_of_row(row, f"{where}: row {index}")
+        column = f"{where}: row {index}, column 'prompt'"
+        prompt = with_pictures(_prompt(row["prompt"], column), pictures, column)
         columns = {name: value for name, value in row.items() if name != "prompt"}
         if id_column is None:
             task_id = _content_id(prompt, columns)
@@ -168,6 +171,8 @@ def _content_id(prompt: Prompt, columns: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> str:
     """Something stable for what JSON cannot hold; a repr may contain a memory address, so objects give their type."""
+    if isinstance(value, Picture):
+        return value.identity
     if isinstance(value, bytes):
         return hashlib.blake2b(value, digest_size=16).hexdigest()
     if hasattr(value, "isoformat"):

@@ -16,7 +16,8 @@ class Engine(Protocol):
     """Implemented once per backend in this package.
 
     Optional: a static method `check(**options)`, which raises ConfigError before a run starts if the machine lacks
-    something (`create` gets the same options); `async sampled_tokens()`, the tokens sampled since the engine was
+    something (`create` gets the same options); `takes_images`, True where requests may have `media`; `async
+    sampled_tokens()`, the tokens sampled since the engine was
     created, for progress displays.
     """
 

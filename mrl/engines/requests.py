@@ -14,13 +14,22 @@ if TYPE_CHECKING:
 
 
 def refusal(
-    request: GenerateRequest, max_model_len: int, vocab_size: int | None, *, version: int, stop_strings: bool = True
+    request: GenerateRequest,
+    max_model_len: int,
+    vocab_size: int | None,
+    *,
+    version: int,
+    stop_strings: bool = True,
+    no_images: str = "this engine takes none",
 ) -> Completion | None:
     """The failed completion of a request that cannot be served, with the reason; None for one that can.
 
-    vocab_size: None = not known. version: the policy's. stop_strings: whether the engine supports them.
+    vocab_size: None = not known. version: the policy's. stop_strings: whether the engine supports them. no_images: why
+    it takes none; "" = it does.
     """
     try:
+        if request.media and no_images:
+            raise EngineError(f"request {request.id!r} has {len(request.media)} image(s), and {no_images}")
         _check(request, max_model_len, vocab_size)
         if request.sampling.stop and not stop_strings:
             raise EngineError(
@@ -34,8 +43,6 @@ def refusal(
 
 def _check(request: GenerateRequest, max_model_len: int, vocab_size: int | None) -> None:
     what, s = f"request {request.id!r}", request.sampling
-    if request.media:
-        raise EngineError(f"{what} has {len(request.media)} image(s), and this engine takes none")
     _check_ids(what, "prompt", request.prompt_ids, vocab_size)
     if len(request.prompt_ids) >= max_model_len:
         raise EngineError(
@@ -70,9 +77,13 @@ def sampling_fields(request: GenerateRequest, end_ids: frozenset[int], max_model
     return fields | ({"stop": list(s.stop)} if s.stop else {})
 
 
-def check_sequence(number: int, sequence: TokenSequence, max_model_len: int, vocab_size: int | None) -> None:
-    """Raise EngineError for a sequence that cannot be scored."""
+def check_sequence(
+    number: int, sequence: TokenSequence, max_model_len: int, vocab_size: int | None, *, images: bool = False
+) -> None:
+    """Raise EngineError for a sequence that cannot be scored. images: whether those with images can."""
     what = f"sequence {number}"
+    if sequence.media and not images:
+        raise EngineError(f"{what} has {len(sequence.media)} image(s), and this engine scores none")
     _check_ids(what, "prompt", sequence.prompt_ids, vocab_size)
     if sequence.completion_ids:
         _check_ids(what, "completion", sequence.completion_ids, vocab_size)

@@ -18,7 +18,7 @@ from mrl.loop.preflight import check_engine, check_names, prepare_evaluation, sa
 from mrl.loop.resources import check_resources, rollout_resources
 from mrl.loop.reward_trial import try_rewards
 from mrl.loop.spawning import backend_of, spawn_rewards, spawn_rollout
-from mrl.models import context_length, load_config, load_tokenizer
+from mrl.models import context_length, load_config, load_processor, load_tokenizer
 from mrl.rewards.combine import held_out, mean_metrics
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.rollouts.runner import close_source, start_source
@@ -160,7 +160,8 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     check_resources(config, rollout_resources(config))
     check_engine(config)
     tokenizer = await in_thread(load_tokenizer, config.model)
-    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    processor = await in_thread(load_processor, config.model)
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt, processor)
     prompt_ids = tuple(encoder.encode(prompt))
     limit = context_length(await in_thread(load_config, config.model), config.model.max_model_len)
     if len(prompt_ids) >= limit:

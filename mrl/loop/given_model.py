@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.errors import ConfigError
 from mrl.loop.preflight import check_disk
+from mrl.models import model_class
 from mrl.weights.checksum import checksum
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class GivenModel:
             raise ConfigError(
                 "model: a loaded model needs its tokenizer too; give tokenizer as well, or the model by name"
             )
+        self.written: Any = tokenizer
+        """The tokenizer, or what has it and makes pixels of images."""
+        if isinstance(tokenizer, transformers.ProcessorMixin):
+            tokenizer = getattr(tokenizer, "tokenizer", None)
         if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
             raise ConfigError(f"tokenizer: give one of transformers, not an object of type {type(tokenizer).__name__}")
         rows = model.get_input_embeddings().weight.shape[0]
@@ -82,7 +87,7 @@ class GivenModel:
             folder.mkdir(parents=True, exist_ok=True)
             check_disk(folder, self.model.num_parameters(), copies=1)
             self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+            self.written.save_pretrained(folder)
             (folder / CHECKSUM).write_text(weights)
         except (OSError, ValueError, RuntimeError, ConfigError) as error:
             self.remove(run_dir)
@@ -98,8 +103,6 @@ class GivenModel:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    from transformers import AutoModelForCausalLM
-
     if getattr(model, "peft_config", None):
         raise ConfigError("model: has an adapter; give its base with use_lora: true, or call merge_and_unload first")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
@@ -108,7 +111,7 @@ def _check_model(model: PreTrainedModel) -> None:
         raise ConfigError(
             "model: some of its weights are not in memory (device_map); load it without, or give its name"
         )
-    known = AutoModelForCausalLM._model_mapping.get(type(model.config), ())
+    known = model_class(model.config)._model_mapping.get(type(model.config), ())
     if type(model) not in (known if isinstance(known, tuple) else (known,)):
         raise ConfigError(
             f"model: a {type(model).__name__} cannot be loaded again from files as what it is; give one of "

@@ -18,6 +18,7 @@ from mrl.engines.vllm import devices as vllm_devices
 from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
+from mrl.loop.images import check_images, processor_of
 from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
 from mrl.models import context_length, load_config, load_tokenizer, pick_device
 from mrl.rollouts import ROLLOUT_SOURCES, BatchSource, RolloutSource, SourceSetup, TurnLimits, check_source
@@ -293,7 +294,9 @@ def _with_model(
 ) -> Prepared:
     model_config = load_config(config.model)
     tokenizer = load_tokenizer(config.model)
-    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    processor = processor_of(config)
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt, processor)
+    check_images(config, [*tasks, *eval_tasks], taken=processor is not None)
     max_model_len = context_length(model_config, config.model.max_model_len)
     for part in (tasks, eval_tasks):
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)

@@ -16,6 +16,7 @@ from mrl.experience.reference import reference_samples, set_reference_logprobs
 from mrl.loop.resume import is_description, stored_options
 from mrl.store.checkpoints import list_checkpoints
 from mrl.store.filters import Filter
+from mrl.store.media import read_image
 from mrl.store.read import RunReader
 from mrl.store.rows import to_rollout
 from mrl.store.run import read_rows
@@ -206,7 +207,7 @@ def _groups(run: Path, step: int) -> list[Group]:
     with RunReader(run) as reader:
         rows = list(reader.rollouts(Filter(step=step)))
     for row in rows:
-        rollout = to_rollout(row)
+        rollout = to_rollout(row, lambda sha256: read_image(run, sha256))
         task = Task(rollout.task_id, rollout.prompt)
         groups.setdefault(row["group"], Group(task, [])).rollouts.append(rollout)
     return list(groups.values())

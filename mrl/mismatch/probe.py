@@ -208,8 +208,10 @@ def _furthest(parts: list[TokenBatch]) -> list[Sample]:
 def _first(sample: Sample, tokens: int) -> Sample:
     """The sample up to its `tokens`-th sampled token."""
     end = next((i + 1 for i, count in enumerate(accumulate(sample.mask)) if count == tokens), len(sample.mask))
+    whole = len(sample.prompt_ids) + end
     return replace(
         sample,
+        media=tuple(image for image in sample.media if image.start + image.length <= whole),
         completion_ids=sample.completion_ids[:end],
         mask=sample.mask[:end],
         logprobs=sample.logprobs[:end],
@@ -222,7 +224,8 @@ def _all_sampled(sample: Sample) -> bool:
 
 
 def _short(sample: Sample) -> Sample:
-    return _first(replace(sample, prompt_ids=sample.prompt_ids[-PROBE_CONTEXT:]), PROBE_TOKENS)
+    # Without its images: the same ids are scored by every version, whatever they say.
+    return _first(replace(sample, prompt_ids=sample.prompt_ids[-PROBE_CONTEXT:], media=()), PROBE_TOKENS)
 
 
 def _batch(samples: list[Sample], temperature: float) -> TrainBatch:

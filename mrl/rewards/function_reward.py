@@ -23,6 +23,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from mrl.data.images import opened
 from mrl.errors import RewardError
 from mrl.rewards.base import RewardRequest, Scores
 
@@ -85,10 +86,12 @@ class FunctionReward:
 
     def _arguments(self, requests: list[RewardRequest], trainer_state: Any, log: _Log) -> dict[str, Any]:
         names = dict.fromkeys(name for request in requests for name in request.columns if name not in _NOT_COLUMNS)
-        arguments: dict[str, Any] = {name: [request.columns.get(name) for request in requests] for name in names}
+        arguments: dict[str, Any] = {
+            name: [opened(request.columns.get(name)) for request in requests] for name in names
+        }
         arguments |= {
-            "prompts": [request.prompt for request in requests],
-            "completions": [request.completion for request in requests],
+            "prompts": [opened(request.prompt) for request in requests],
+            "completions": [opened(request.completion) for request in requests],
             "completion_ids": [request.completion_ids for request in requests],
             "trainer_state": trainer_state,
             "log_extra": log.log_extra,

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mrl.rollouts.chat import AssistantTurn, ChatFormat, Past, ToolSpec
-from mrl.types import Completion, FinishReason, Message, Sample
+from mrl.rollouts.chat import AssistantTurn, ChatFormat, ImageWriter, Past, ToolSpec
+from mrl.types import Completion, FinishReason, Media, Message, Sample
 
 
 @dataclass
@@ -27,6 +27,8 @@ class _Track:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
+    media: list[Media] = field(default_factory=list)
+    """The images among them."""
 
     def add_environment(self, ids: Sequence[int]) -> None:
         """Tokens that nobody sampled. They have the version of the weights that sampled before them."""
@@ -46,21 +48,28 @@ class _Track:
     def sample(self) -> Sample:
         version: int | list[int] = self.versions[0] if len(set(self.versions)) == 1 else list(self.versions)
         return Sample(
-            list(self.prompt_ids), list(self.ids), list(self.logprobs), list(self.mask), version, self.finish_reason
+            *(list(self.prompt_ids), list(self.ids), list(self.logprobs), list(self.mask), version, self.finish_reason),
+            media=tuple(self.media),
         )
 
 
 class Conversation:
     """Messages and completions in turn.
 
-    messages: up to the first completion. tools: shown to the policy by the template. `turns` counts completions,
-    `extended` those whose prompt continued the one before.
+    messages: up to the first completion. tools: shown to the policy by the template. images: for messages with images,
+    of a model that takes them. `turns` counts completions, `extended` those whose prompt continued the one before.
     """
 
-    def __init__(self, chat: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> None:
+    def __init__(
+        self,
+        chat: ChatFormat,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+        images: ImageWriter | None = None,
+    ) -> None:
         if not messages:
             raise ValueError("a conversation begins with a message")
-        self.chat, self.tools = chat, list(tools)
+        self.chat, self.tools, self.images = chat, list(tools), images
         self.messages: list[Message] = list(messages)
         self.turns = self.extended = 0
         self._tracks: list[_Track] = []
@@ -70,6 +79,8 @@ class Conversation:
         """Messages since then."""
         self._next: tuple[list[int], list[int] | None] | None = None
         """The next prompt, and its part that continues the last sample; None = it begins a new one."""
+        self._next_media: list[Media] | None = None
+        """The images in it."""
 
     def add(self, *messages: Message) -> None:
         """Messages of the user, the system or tools, after the last completion."""
@@ -78,13 +89,14 @@ class Conversation:
                 raise ValueError("what the assistant says is added as a completion, by its tokens")
         self.messages += messages
         self._new += messages
-        self._next = None
+        self._next = self._next_media = None
 
     def replace(self, messages: Sequence[Message]) -> None:
         """Go on from another history, e.g. a shorter one; a new Sample begins."""
         if not messages:
             raise ValueError("a conversation goes on from a message")
-        self.messages, self._new, self._past, self._next = list(messages), [], None, None
+        self.messages, self._new, self._past = list(messages), [], None
+        self._next = self._next_media = None
 
     def next_prompt(self) -> tuple[int, ...]:
         """What the policy is asked next. Raises DataError for messages that the chat template refuses."""
@@ -92,11 +104,26 @@ class Conversation:
             self._next = self._continue()
         return tuple(self._next[0])
 
+    def next_media(self) -> tuple[Media, ...]:
+        """The images in `next_prompt`. Raises DataError for one that cannot be read."""
+        prompt = self.next_prompt()
+        assert self._next is not None
+        if self._next_media is None:
+            suffix = self._next[1]
+            if self.images is None:
+                self._next_media = []
+            elif suffix is None:
+                self._next_media = self.images.media(prompt, self.messages)
+            else:
+                before = self._tracks[-1].media
+                self._next_media = [*before, *self.images.media(prompt, self._new, len(prompt) - len(suffix))]
+        return tuple(self._next_media)
+
     def add_completion(self, completion: Completion) -> AssistantTurn:
         """What was sampled for `next_prompt`, and what it says. Raises ValueError for a completion without tokens."""
         if not completion.token_ids:
             raise ValueError(f"{completion.request_id}: a completion without tokens ({completion.finish_reason})")
-        prompt = list(self.next_prompt())
+        prompt, media = list(self.next_prompt()), self.next_media()
         assert self._next is not None
         suffix = self._next[1]
         if suffix is None:
@@ -104,13 +131,14 @@ class Conversation:
         else:
             self._tracks[-1].add_environment(suffix)
             self.extended += 1
+        self._tracks[-1].media = list(media)
         self._tracks[-1].add_sampled(completion)
         self.turns += 1
         turn = self.chat.parse(completion.token_ids, prompt, self.tools)
         closed = completion.finish_reason == "stop" and self.chat.closes(completion.token_ids[-1])
         self._past = Past(list(self.messages), prompt, list(completion.token_ids), turn, closed, self.tools)
         self.messages.append(turn.message)
-        self._new, self._next = [], None
+        self._new, self._next, self._next_media = [], None, None
         return turn
 
     @property

@@ -76,6 +76,7 @@ class _Attempt:
     ) -> None:
         self.episode, self.chat, self.policy = episode, chat, policy
         self.task, self.attempt, self.name = task, attempt, rollout_id(task, attempt)
+        self.images = setup.encoder.images
         self.limits: TurnLimits = setup.limits
         stops = tuple(sorted({*setup.sampling.stop_token_ids, *chat.stop_token_ids}))
         self.sampling = replace(setup.sampling, stop_token_ids=stops)
@@ -93,7 +94,7 @@ class _Attempt:
         first = await self._in_time(self.episode.begin(), self.limits.step_seconds, "step_timeout")
         if first is None:
             raise EnvError(f"no first message within the {self._allowed()}")
-        talk = Conversation(self.chat, first, self.episode.tools)
+        talk = Conversation(self.chat, first, self.episode.tools, self.images)
         said: list[Message] = []
         while not self.limit:
             turn = await self._turn(talk, derive_seed(seed, talk.turns))
@@ -128,7 +129,8 @@ class _Attempt:
             self.limit = limit
             return None
         sampling = replace(self.sampling, max_tokens=max(room, 1))
-        request = GenerateRequest(f"{self.name}/{talk.turns}", prompt, sampling, seed, session=self.name)
+        media = talk.next_media()
+        request = GenerateRequest(f"{self.name}/{talk.turns}", prompt, sampling, seed, session=self.name, media=media)
         completion = await self._in_time(self.policy.generate(request), None, "")
         if completion is None:
             return None
@@ -205,5 +207,6 @@ def _as_asked(prompt: Prompt, first: list[Message], said: list[Message]) -> tupl
     """Prompt and completion as reward functions get them: text for a text, messages for messages."""
     if isinstance(prompt, str):
         last = next((m for m in reversed(said) if m["role"] == "assistant"), {"content": ""})
-        return str(first[-1]["content"]), str(last["content"])
+        asked = first[-1]["content"]
+        return (asked if isinstance(asked, str) else prompt), str(last["content"])
     return first, said

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from mrl.data.images import pictures_in
 from mrl.errors import ConfigError, DataError
-from mrl.types import Message, Prompt
+from mrl.rollouts.chat.images import ImageWriter
+from mrl.types import Media, Message, Prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
 class PromptEncoder:
     """Renders prompts for one tokenizer.
 
     Text prompts become a user's message where the format says so; prompts that are messages always go through the chat
-    template. Raises ConfigError when the format needs a chat template and there is none.
+    template. processor: of a model that takes images. Raises ConfigError when the format needs a chat template and
+    there is none.
     """
 
     def __init__(
@@ -23,7 +27,10 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         prompt_format: Literal["auto", "chat", "text"] = "auto",
         system_prompt: str | None = None,
+        processor: ProcessorMixin | None = None,
     ) -> None:
+        if processor is not None and not getattr(tokenizer, "chat_template", None):
+            tokenizer.chat_template = processor.chat_template  # older files have it there
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if prompt_format == "chat" and not has_template:
             raise ConfigError("prompt_format: chat needs a chat template and this tokenizer has none; use text")
@@ -35,6 +42,8 @@ class PromptEncoder:
         self.insists_on_chat = prompt_format == "chat" or system_prompt is not None
         """Whether text prompts are to be messages whatever makes the rollouts, not only because a template is there."""
         self.system_prompt = system_prompt
+        self.images = None if processor is None else ImageWriter(processor)
+        """None = the model takes none."""
 
     def messages(self, prompt: Prompt) -> list[Message]:
         """The conversation up to the completion."""
@@ -44,12 +53,28 @@ class PromptEncoder:
         return messages
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of the prompt, ready to be continued. Raises DataError for messages without a chat template."""
+        """Token ids of the prompt, ready to be continued, with those of its images.
+
+        Raises DataError for messages without a chat template, and for images that the model does not take.
+        """
         if isinstance(prompt, str) and not self.chat:
             return list(self.tokenizer(prompt)["input_ids"])
         if not self.has_template:
             raise DataError("prompts are messages and this tokenizer has no chat template; use text prompts")
-        ids = self.tokenizer.apply_chat_template(
-            self.messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return list(ids)
+        messages = self.messages(prompt)
+        if self.images is None:
+            if pictures := pictures_in(messages):
+                raise DataError(f"{pictures[0].where}: the model takes no images; use one that does")
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            return list(ids)
+        shown = self.images.shown(messages)
+        text = str(self.tokenizer.apply_chat_template(shown, add_generation_prompt=True, tokenize=False))
+        return list(self.tokenizer(self.images.expand(text, messages), add_special_tokens=False)["input_ids"])
+
+    def media(self, prompt: Prompt, ids: Sequence[int]) -> tuple[Media, ...]:
+        """The images of a prompt, whose ids are these. Raises DataError for one that cannot be read."""
+        if self.images is None or isinstance(prompt, str):
+            return ()
+        return tuple(self.images.media(ids, self.messages(prompt)))

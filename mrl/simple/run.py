@@ -13,6 +13,7 @@ from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
 from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers
+from mrl.loop.images import refuse_images
 from mrl.loop.preflight import (
     Counts,
     check_disk,
@@ -75,6 +76,8 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     text_column = config.trl.trl_args.get("dataset_text_field", "text")
     shape = check_shape(rows, spec, where, text_column) if rows else ()
     eval_tasks, eval_rows, eval_total = _load_eval(config, spec, shape, text_column)
+    for part in (rows, eval_rows, [{"prompt": task.prompt, **task.columns} for task in (*tasks, *eval_tasks)]):
+        refuse_images(part, where or "the dataset")
     scorers = [] if rewards is None else rewards.rewards
     notes = check_best_metric(
         config.training.best_metric,

@@ -7,6 +7,9 @@ bytes, then all next ones), which deflate shrinks best.
 
     blob    = format byte, deflate(samples)
     samples = one after the other: JSON line {finish_reason, arrays: [[kind, count, constant], ...]}, arrays' bytes
+
+Where there are images the line has their hashes, sizes and places; the files are beside the database
+(mrl/store/media.py).
 """
 
 from __future__ import annotations
@@ -41,7 +44,12 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
             _encode_floats(sample.logprobs),
             _encode_integers(versions) if isinstance(versions, list) else ("scalar", 1, int(versions), b""),
         ]
-        header = {"finish_reason": sample.finish_reason, "arrays": [entry[:3] for entry in arrays]}
+        header: dict[str, Any] = {"finish_reason": sample.finish_reason, "arrays": [entry[:3] for entry in arrays]}
+        if sample.media:
+            header["media"] = [
+                {"sha256": image.sha256, "bytes": len(image.data), "start": image.start, "length": image.length}
+                for image in sample.media
+            ]
         parts += [json.dumps(header).encode(), b"\n", *(entry[3] for entry in arrays)]
     return bytes([FORMAT]) + zlib.compress(b"".join(parts), DEFLATE_LEVEL)
 
@@ -60,6 +68,8 @@ def decode_samples(blob: bytes) -> list[dict[str, Any]]:
             size = 0 if kind in ("scalar", "constant") else count * np.dtype(kind).itemsize
             sample[field] = _decode(kind, count, constant, data[at : at + size])
             at += size
+        if "media" in header:
+            sample["media"] = header["media"]
         samples.append(sample)
     return samples
 

@@ -117,6 +117,7 @@ def _schema(rows: RowKind) -> Any:
         columns = {"id": pa.int64(), "time": pa.float64(), "step": pa.int64()}
         return pa.schema({**columns, **dict.fromkeys(("kind", "message", "details"), pa.string())})
     ids = pa.list_(pa.int64())
+    image = pa.struct({"sha256": pa.string(), **dict.fromkeys(("bytes", "start", "length"), pa.int64())})
     sample = pa.struct(
         {
             "prompt_ids": ids,
@@ -125,6 +126,7 @@ def _schema(rows: RowKind) -> Any:
             "logprobs": pa.list_(pa.float64()),
             "policy_version": ids,
             "finish_reason": pa.string(),
+            "media": pa.list_(image),
         }
     )
     message = pa.struct({"role": pa.string(), "content": pa.string(), "extra": pa.string()})

@@ -6,11 +6,13 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from mrl.data.images import Picture
+from mrl.errors import StoreError
 from mrl.store.arrays import DEFLATE_LEVEL, decode_samples, encode_samples
-from mrl.types import Rollout, Sample, Task
+from mrl.types import Media, Rollout, Sample, Task
 
 ROLLOUT_COLUMNS = (
     *("key", "step_id", "task_key", "group_index", "id", "attempt", "status", "error", "reward", "advantage"),
@@ -109,6 +111,8 @@ def jsonable(value: Any, finite: bool = False, inside: frozenset[int] = frozense
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Picture):
+        return value.record()
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"<{len(value)} bytes>"
     item = getattr(value, "item", None)
@@ -180,10 +184,21 @@ def read_rollout(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def to_rollout(row: Mapping[str, Any]) -> Rollout:
-    """The object behind a row of `read_rollout`, for a replay."""
+def no_image(sha256: str) -> bytes:
+    """For records without images. Raises StoreError."""
+    raise StoreError(f"the image {sha256} is needed, and only its hash is at hand")
+
+
+def to_rollout(row: Mapping[str, Any], image: Callable[[str], bytes] = no_image) -> Rollout:
+    """The object behind a row of `read_rollout`, for a replay. image: gives the file of a hash."""
     fields = {name: row[name] for name in Rollout.__dataclass_fields__ if name != "samples"}
-    return Rollout(**fields, samples=[Sample(**sample) for sample in row["samples"]])
+    samples = []
+    for sample in row["samples"]:
+        media = tuple(
+            Media(image(one["sha256"]), start=one["start"], length=one["length"]) for one in sample.get("media", ())
+        )
+        samples.append(Sample(**{**sample, "media": media}))
+    return Rollout(**fields, samples=samples)
 
 
 def read_number(value: float | str | None) -> Any:

@@ -5,6 +5,7 @@ runs/NAME/
   versions.json        libraries and machine
   run.db               SQLite: steps, metrics, tasks, rollouts, events, progress (tables in mrl/store/schema.py)
   run.lock             held by the process that writes
+  media/SHA256         images that rollouts saw
   checkpoints/step-N   a Hugging Face model folder each
 """
 
@@ -28,6 +29,7 @@ from mrl.errors import ConfigError, StoreError
 from mrl.store.export import write_rollouts
 from mrl.store.find import find_run, runs_root
 from mrl.store.lock import RunLock
+from mrl.store.media import MediaFolder
 from mrl.store.progress import Progress, close_progress, progress_row, write_progress
 from mrl.store.read import read_rows
 from mrl.store.record import write_record
@@ -53,6 +55,7 @@ class RunStore:
     folder: Path
     _lock: RunLock
     _writer: Writer
+    _media: MediaFolder
     _outcome: Outcome = "interrupted"
     _error: str | None = None
     _closed = False
@@ -184,6 +187,7 @@ class RunStore:
         self._pid = os.getpid()
         self._progress = progress_row(Progress())  # nothing of what a process before this one was doing
         self._writer = Writer(folder, self._beat)
+        self._media = MediaFolder(folder, lambda message: self.event("media", message))
         now = time.time()
         self._writer.submit(
             lambda db: _ignore(
@@ -216,6 +220,7 @@ class RunStore:
     def _write(self, split: str, step: int, metrics: dict[str, float], groups: Iterable[Group]) -> None:
         step, now, kept = int(step), time.time(), list(groups)
         values = {text(name): number(value) for name, value in metrics.items()}
+        self._media.add(kept)
         self._writer.submit(lambda db: write_record(db, split, step, now, values, kept))
 
 

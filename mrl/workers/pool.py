@@ -258,4 +258,5 @@ class RolloutPool:
 
 def _prefixes(request: GenerateRequest) -> list[Hashable]:
     """What its cached prefix may be found by, the surest first."""
-    return [*([request.session] if request.session is not None else []), request.prompt_ids]
+    images = tuple(image.sha256 for image in request.media)
+    return [*([request.session] if request.session is not None else []), (request.prompt_ids, images)]

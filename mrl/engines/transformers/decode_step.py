@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from mrl.engines.transformers.image_prompts import PositionShift
 from mrl.engines.transformers.kv_cache import GrowingCache, RowStates, select_rows
 from mrl.engines.transformers.model import CausalLM
 from mrl.engines.transformers.prefill import Prefilled
@@ -56,12 +57,15 @@ class EagerStep:
         """Cache columns in use; the rows end at the last one."""
         self.padded = False
         """Whether some row starts after the first column."""
+        self.shift = PositionShift(lm)
 
     def clear(self) -> None:
         self.cache = self.lm.new_cache()
+        self.shift.clear()
 
     def put(self, part: Prefilled, index_N: Tensor, slots_N: Tensor, rows: int, *, room: int, max_length: int) -> None:
         length = max(map(len, part.prompts))
+        self.shift.put(part.prompts, index_N, slots_N, rows)
         if isinstance(part.cache, GrowingCache):
             assert isinstance(self.cache, GrowingCache)
             each_once = len(slots_N) == len(part.prompts)
@@ -84,13 +88,15 @@ class EagerStep:
             seen_BL = columns_L >= (self.columns - length_B)[:, None]
         # Finished rows keep running until replaced or dropped; their positions must stay valid for the model.
         position_B1 = (length_B - 1).clamp(max=self.max_model_len - 1)[:, None]
-        return self.lm.forward(token_B[:, None], position_B1, seen_BL, self.cache, keep=1)[:, 0]
+        given = self.shift.inputs(position_B1)
+        return self.lm.forward(token_B[:, None], position_B1, seen_BL, self.cache, keep=1, given=given)[:, 0]
 
     def row(self, slot: int, columns: int, length: int) -> RowStates | None:
         return self.cache.row(slot, columns, length) if isinstance(self.cache, GrowingCache) else None
 
     def keep(self, kept: list[int]) -> None:
         device = self.lm.device
+        self.shift.keep(kept)
         if not isinstance(self.cache, GrowingCache):
             select_rows(self.cache, to_device(device, kept))
             return

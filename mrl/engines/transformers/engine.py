@@ -17,6 +17,7 @@ from mrl.engines.requests import check_sequence, eos_ids, refusal
 from mrl.engines.transformers.decode import decode
 from mrl.engines.transformers.decode_calls import Call, DecodeThread
 from mrl.engines.transformers.decode_queue import Limits, RequestState, request_states
+from mrl.engines.transformers.image_prompts import ImagePrompts
 from mrl.engines.transformers.model import CausalLM, StepKind
 from mrl.engines.transformers.prefix_cache import PrefixCache
 from mrl.engines.transformers.score import score
@@ -25,14 +26,14 @@ from mrl.engines.transformers.trial import make_causal_lm
 from mrl.engines.transformers.weights import load_directory
 from mrl.errors import EngineError, SyncError
 from mrl.modeling.precision import narrow_matrices
-from mrl.models import autocast_dtype, context_length, load_model, load_tokenizer, pick_device
+from mrl.models import autocast_dtype, context_length, load_model, load_processor, load_tokenizer, pick_device
 from mrl.system.memory import claim, rounded, unclaimed
 from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 from mrl.weights.hub_names import to_hub
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from mrl.config import ModelConfig
 
@@ -58,9 +59,13 @@ class TransformersEngine:
     decode_step: `eager` (a cache that grows), `static` (one of fixed size; on CUDA recorded as CUDA graphs), or `auto`:
         static on CUDA, for models that can.
     version: the policy version the model holds now.
+    processor: what makes pixels of images, for models that take them (`mrl.models.load_processor`).
 
     Raises EngineError when the model cannot be served: see `make_causal_lm`.
     """
+
+    takes_images = True
+    """Where the model does."""
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class TransformersEngine:
         autocast_dtype: torch.dtype | None = None,
         decode_step: StepKind = "auto",
         version: int = 0,
+        processor: ProcessorMixin | None = None,
     ) -> None:
         if max_model_len < 2:
             raise EngineError(f"max_model_len={max_model_len} leaves no room for a prompt and a completion token")
@@ -88,6 +94,8 @@ class TransformersEngine:
         self._claimed = self._limits.max_batch_tokens * self._lm.cache_bytes_per_token
         claim(self, self._lm.device, self._claimed)
         self._eos_ids = _eos_ids(self._lm, tokenizer)
+        self._images = None if processor is None else ImagePrompts(processor, self._lm.inner)
+        self._attach_images()
         self.capacity = self._limits.max_rows if endless else None
         self._thread = DecodeThread(self._decode, self._request_states, endless=endless)
 
@@ -113,6 +121,7 @@ class TransformersEngine:
             endless=endless,
             autocast_dtype=autocast_dtype(config, device),
             decode_step=config.decode_step,
+            processor=load_processor(config),
         )
         engine._model.exclusive = module is None
         return engine
@@ -134,10 +143,12 @@ class TransformersEngine:
 
         def run() -> list[list[float]]:
             lm = self._model
+            images = self._images if self._images is not None and not self._images.problem else None
             for number, sequence in enumerate(sequences):
-                check_sequence(number, sequence, self._max_model_len, lm.vocab_size)
+                check_sequence(number, sequence, self._max_model_len, lm.vocab_size, images=images is not None)
             with lm.inference():
-                return score(lm, sequences, self._limits.prefill_tokens)
+                keyed = sequences if images is None else [images.keyed(sequence) for sequence in sequences]
+                return score(lm, keyed, self._limits.prefill_tokens)
 
         found: list[list[float]] = await asyncio.wrap_future(self._thread.run(run))
         return found
@@ -154,6 +165,8 @@ class TransformersEngine:
         def load() -> int:
             lm = self._model
             self._prefixes.clear()
+            if self._images is not None:
+                self._images.forget_features()
             if ref.module is not None:
                 self._adopt(ref.module)
             elif ref.path is not None:
@@ -196,19 +209,43 @@ class TransformersEngine:
             self._lm = make_causal_lm(module, self._max_model_len, self._autocast_dtype, self._decode_step)
         except EngineError as e:
             raise SyncError(f"the module sent as new policy cannot be served: {e}") from e
+        self._attach_images()
+
+    def _attach_images(self) -> None:
+        if self._lm is None or self._images is None:
+            return
+        self._lm.images = self._images
+        if self._images.shifts and self._lm.static:
+            if self._decode_step == "static":
+                raise EngineError(
+                    f"decode_step: {type(self._lm.inner).__name__} has positions in several dimensions, which static "
+                    "steps do not know; use auto or eager"
+                )
+            self._lm.static = False
 
     def _request_states(self, call: Call) -> list[RequestState]:
         lm, stops = self._model, self._stop_strings.has_tokenizer
         if any(request.session is not None for request in call.requests):
             claim(self, lm.device, self._claimed + self._prefixes.max_bytes)
 
-        def refuse(request: GenerateRequest) -> Completion | None:
-            return refusal(request, self._max_model_len, lm.vocab_size, version=self.version, stop_strings=stops)
+        images = self._images
+        problem = "the model takes none" if images is None else images.problem
 
-        return request_states(call, self._max_model_len, refuse)
+        def refuse(request: GenerateRequest) -> Completion | None:
+            return refusal(
+                *(request, self._max_model_len, lm.vocab_size),
+                version=self.version,
+                stop_strings=stops,
+                no_images=problem,
+            )
+
+        states = request_states(call, self._max_model_len, refuse)
+        return states if images is None else images.with_keys(states, version=self.version)
 
     def _decode(self, states: list[RequestState], calls: DecodeThread) -> list[RequestState]:
         lm = self._model
+        if self._images is not None:
+            self._images.keep_only([state.request for state in states])
         with lm.inference():
             return decode(
                 lm,

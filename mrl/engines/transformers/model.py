@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from mrl.engines.transformers.kv_cache import GrowingCache, layer_windows
 from mrl.engines.transformers.lean_step import LeanStep, can_be_lean
 from mrl.errors import EngineError
 from mrl.modeling.precision import Casts, keep_logits_wide, same_weights
+
+if TYPE_CHECKING:
+    from mrl.engines.transformers.image_prompts import ImagePrompts
 
 Path = Literal["own steps", "own masks", "model's masks", "model's cache"]
 """How the decode loop runs a model, the fastest first:
@@ -70,6 +73,8 @@ class CausalLM:
         self.kept_step: Any = None
         """The previous batch's static step, if `exclusive`."""
         self._casts: Casts = {}
+        self.images: ImagePrompts | None = None
+        """How prompts with images go through it; the engine sets it."""
 
     @property
     def device(self) -> torch.device:
@@ -134,13 +139,19 @@ class CausalLM:
         self._records, self.static = False, self.decode_step == "static"
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, real_BL: Tensor | None, cache: Cache | None, keep: int
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        real_BL: Tensor | None,
+        cache: Cache | None,
+        keep: int,
+        given: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Logits of the last `keep` columns, [B, keep, V].
 
         positions_BT: each token's position in its row. real_BL: True where a column holds a token and not padding, over
         cached and new columns, in the order of their positions; `None` = everywhere. cache: extended by the new tokens;
-        `None` = no past.
+        `None` = no past. given: what the model gets instead of ids or positions.
         """
         masks: Any = real_BL
         if self.path in ("own steps", "own masks") and cache is not None:
@@ -148,7 +159,7 @@ class CausalLM:
         if self.path == "own steps" and isinstance(cache, GrowingCache) and ids_BT.shape[1] == 1:
             assert self.lean is not None
             return self.lean(ids_BT, positions_BT, masks, cache)
-        return self._logits(ids_BT, positions_BT, masks, cache, keep)
+        return self._logits(ids_BT, positions_BT, masks, cache, keep, given)
 
     def step(self, ids_B: Tensor, positions_B: Tensor, columns: int, cache: Cache) -> Tensor:
         """Logits [B, V] after one token per row, for rows that start at the cache's first column. columns: the number
@@ -158,12 +169,22 @@ class CausalLM:
         masks = {window: self._additive(_within(behind_BL, window)[:, None, None, :]) for window in set(self.windows)}
         return self._logits(ids_B[:, None], positions_B[:, None], _by_kind(masks), cache, keep=1)[:, 0]
 
-    def _logits(self, ids_BT: Tensor, positions_BT: Tensor, masks: Any, cache: Cache | None, keep: int) -> Tensor:
+    def _logits(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        masks: Any,
+        cache: Cache | None,
+        keep: int,
+        given: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         limit = {"logits_to_keep": keep} if self.limits_logits else {}
+        tokens = {"input_ids": ids_BT, "position_ids": positions_BT} | dict(given or {})
+        if "inputs_embeds" in tokens:
+            del tokens["input_ids"]
         output = self.inner(
-            input_ids=ids_BT,
+            **tokens,
             attention_mask=masks,
-            position_ids=positions_BT,
             past_key_values=cache,
             use_cache=cache is not None,
             **limit,

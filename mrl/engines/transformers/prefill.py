@@ -116,7 +116,7 @@ class Prefiller:
 
     def _whole(self, prompts: list[TokenIds]) -> Prefilled:
         cache = self.lm.new_cache()
-        return Prefilled(prompts, cache, _forward(self.lm, prompts, cache, [0] * len(prompts)), [*map(len, prompts)])
+        return Prefilled(prompts, cache, _forward(self.lm, prompts, prompts, cache), [*map(len, prompts)])
 
     def _after(self, beginnings: list[RowStates], prompts: list[TokenIds]) -> Prefilled:
         """Prefill what follows the beginning of each prompt. In the place of padding, shorter rests get tokens of their
@@ -130,14 +130,15 @@ class Prefiller:
         ]
         cache = cast(GrowingCache, self.lm.new_cache())
         cache.fill(known, room=longest)
-        return Prefilled(prompts, cache, _forward(self.lm, rests, cache, list(map(len, known))), needed_P)
+        return Prefilled(prompts, cache, _forward(self.lm, rests, prompts, cache), needed_P)
 
 
-def _forward(lm: CausalLM, tokens: list[TokenIds], cache: Cache, before_P: list[int]) -> Tensor:
+def _forward(lm: CausalLM, tokens: list[TokenIds], prompts: list[TokenIds], cache: Cache) -> Tensor:
     """Logits after each of the left-padded token sequences, [P, V].
 
-    before_P: how many tokens come before each; `cache` holds them, right-aligned too.
+    prompts: what each is the last part of; `cache` holds what comes before it, right-aligned too.
     """
+    before_P = [len(prompt) - len(rest) for prompt, rest in zip(prompts, tokens, strict=True)]
     longest, behind = max(map(len, tokens)), max(before_P)
     ids_PT = to_device(lm.device, [(0,) * (longest - len(t)) + t for t in tokens])
     before_P1 = to_device(lm.device, [[before] for before in before_P])
@@ -148,4 +149,5 @@ def _forward(lm: CausalLM, tokens: list[TokenIds], cache: Cache, before_P: list[
     if any(len(t) < longest for t in tokens) or min(before_P) < behind:
         seen_PB = torch.arange(behind, device=lm.device) >= behind - before_P1
         real_PL = torch.cat([seen_PB, columns_T >= padding_P1], dim=1)
-    return lm.forward(ids_PT, positions_PT, real_PL, cache, keep=1)[:, 0]
+    given = {} if lm.images is None else lm.images.inputs(lm, prompts, [len(p) - longest for p in prompts], longest)
+    return lm.forward(ids_PT, positions_PT, real_PL, cache, keep=1, given=given)[:, 0]

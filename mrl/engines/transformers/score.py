@@ -50,7 +50,7 @@ def _score_batch(lm: CausalLM, sequences: list[TokenSequence]) -> Tensor:
     Rows are right-padded, so causality alone keeps padding out. Where the logits would be too large, the columns are
     computed in chunks with a KV cache.
     """
-    tokens = [(*s.prompt_ids, *s.completion_ids) for s in sequences]
+    tokens = [(*s.prompt_ids, *s.completion_ids) for s in sequences]  # with keys for images
     rows, columns = len(tokens), max(map(len, tokens)) - 1  # nothing follows the last token
     padded_BL = to_device(lm.device, [t + (0,) * (columns + 1 - len(t)) for t in tokens])
     temperature_B11 = to_device(lm.device, [s.temperature for s in sequences], torch.float32)[:, None, None]
@@ -63,8 +63,9 @@ def _score_batch(lm: CausalLM, sequences: list[TokenSequence]) -> Tensor:
     for logits_start in range(first, columns, piece):
         end = min(logits_start + piece, columns)
         positions_1T = torch.arange(start, end, device=lm.device)[None]
-        logits_BTV = lm.forward(padded_BL[:, start:end], positions_1T, None, cache, keep=end - logits_start)
-        target_BT = padded_BL[:, logits_start + 1 : end + 1]
+        given = {} if lm.images is None else lm.images.inputs(lm, tokens, [start] * rows, end - start)
+        logits_BTV = lm.forward(padded_BL[:, start:end], positions_1T, None, cache, end - logits_start, given)
+        target_BT = padded_BL[:, logits_start + 1 : end + 1].clamp(min=0)  # an image's keys are below 0
         logprobs_BL[:, logits_start + 1 : end + 1] = _token_logprobs(logits_BTV, target_BT, temperature_B11)
         start = end
     return logprobs_BL

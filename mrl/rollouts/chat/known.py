@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mrl.data.images import pictures_in
 from mrl.errors import DataError
 from mrl.rollouts.chat.base import AssistantTurn, Past, ToolCall, ToolSpec
 from mrl.rollouts.chat.call_syntax import as_arguments, call_id
@@ -98,6 +99,8 @@ class KnownChat:
 
     def extend(self, past: Past, new: list[Message]) -> list[int] | None:
         """Ids between a completion and the next turn, or None."""
+        if pictures_in(new):  # of which renderers know nothing
+            return self.template.extend(past, new)
         before = [*past.prompt_ids, *past.completion_ids]
         try:
             bridged: Any = self.renderer.bridge_to_next_turn(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from mrl.data.images import pictures_in
 from mrl.errors import DataError
 from mrl.rollouts.chat.base import AssistantTurn, Past, ToolSpec
 from mrl.rollouts.chat.call_syntax import CallSyntax, derive_call_syntax
@@ -22,6 +23,8 @@ from mrl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mrl.rollouts.chat.images import ImageWriter
 
 _USER: Message = {"role": "user", "content": "zqask"}
 _NEXT: Message = {"role": "user", "content": "zqnext"}
@@ -37,8 +40,9 @@ _TEXTS_KEPT = 128
 class TemplateChat:
     """A tokenizer's chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageWriter | None = None) -> None:
+        """images: of a model that takes them."""
+        self.tokenizer, self.images = tokenizer, images
         self.special = set(tokenizer.all_special_ids)
         said: Message = {"role": "assistant", "content": _SAID}
         _, written, self.turn_end = self._text([_USER, said]).rpartition(_SAID)
@@ -60,7 +64,8 @@ class TemplateChat:
 
     def render(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of a prompt that the assistant continues."""
-        return list(self._ids(self._text(messages, tools, prompt=True)))
+        text = self._with_images(self._text(messages, tools, prompt=True), messages)
+        return list(self._ids(text))
 
     def extend(self, past: Past, new: list[Message]) -> list[int] | None:
         """Ids between a completion and the next turn, or None."""
@@ -83,7 +88,7 @@ class TemplateChat:
             tail = tail.removeprefix(closing)
         if past.closed:
             tail = self._after_end(tail, self._decode(past.completion_ids[-1:]))
-        return self._ids_after(mark, tail) or None
+        return self._ids_after(mark, self._with_images(tail, new)) or None
 
     def parse(self, completion_ids: list[int], prompt_ids: list[int], tools: list[ToolSpec]) -> AssistantTurn:
         """What a completion says."""
@@ -99,6 +104,8 @@ class TemplateChat:
     # --- inner ------------------------------------------------------------------------------------------------------
 
     def _text(self, messages: list[Message], tools: list[ToolSpec] | None = None, *, prompt: bool = False) -> str:
+        if self.images is not None:
+            messages = self.images.shown(messages)
         try:
             shown: list[Any] | None = tools or None
             return str(
@@ -107,6 +114,14 @@ class TemplateChat:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DataError(f"the chat template does not take these messages ({roles}): {error}") from error
+
+    def _with_images(self, text: str, messages: list[Message]) -> str:
+        """What was written of these messages, with their images. Raises DataError."""
+        if self.images is not None:
+            return self.images.expand(text, messages)
+        if pictures := pictures_in(messages):
+            raise DataError(f"{pictures[0].where}: the model takes no images; use one that does")
+        return text
 
     def _ending(self, past: Past, marked: Message, mark: str) -> str | None:
         """What the template writes after the mark, where nothing follows the turn; None where it hides the mark.

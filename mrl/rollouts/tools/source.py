@@ -12,10 +12,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Self
 
+from mrl.data.images import is_image, opened
 from mrl.errors import ConfigError, DataError, EnvError
 from mrl.rollouts.base import PolicyClient, SourceSetup
 from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
 from mrl.rollouts.multi_turn import Step, play
+from mrl.rollouts.tools.content import Content, as_content, joined
 from mrl.rollouts.tools.environments import Environment, Environments, OwnThread, factory_of
 from mrl.rollouts.tools.functions import Tool, as_text, described, distinct, found
 from mrl.types import Message, Rollout, Task
@@ -28,7 +30,7 @@ class ToolSource:
 
     def __init__(self, setup: SourceSetup, tools: dict[str, Tool], environments: Environments | None) -> None:
         self.setup, self.tools, self.environments = setup, tools, environments
-        self.chat = chat_format(setup.tokenizer)
+        self.chat = chat_format(setup.tokenizer, images=setup.encoder.images)
         self._kept: dict[int, tuple[str | None, Environment, bool]] | None = None
         """By `id` of the rollout; None = nobody looks at them."""
         offered = [tools] + [one.tools for free in environments.free.values() for one in free] if environments else []
@@ -136,20 +138,20 @@ class ToolEpisode:
         if self.columns is None:
             return messages
         reset = self.environment.instance.reset
-        observation = await self.environment.call(reset, **accepted(reset, self.columns))
+        observation = await self.environment.call(reset, **opened(accepted(reset, self.columns)))
         if observation is None:
             return messages
-        if not isinstance(observation, str | list):
+        if not isinstance(observation, str | list) and not is_image(observation):
             raise EnvError(
                 f"{type(self.environment.instance).__name__}.reset returned a {type(observation).__name__}: it "
-                "returns text, or None"
+                "returns text, parts with images, or None"
             )
         last = messages[-1]
-        if not isinstance(last.get("content"), str):
+        if not isinstance(last.get("content"), str | list):
             raise DataError(
-                f"task {self.task.id!r}: what reset returns is added to its last message, which has no text"
+                f"task {self.task.id!r}: what reset returns is added to its last message, which has no content"
             )
-        messages[-1] = {**last, "content": last["content"] + as_text(observation, reset)}
+        messages[-1] = {**last, "content": joined(last["content"], self._content(observation, reset))}
         return messages
 
     async def step(self, turn: AssistantTurn) -> Step:
@@ -160,7 +162,7 @@ class ToolEpisode:
         self.environment.begin_step()
         if not turn.tool_calls:
             return Step(reward=self.environment.step_reward(), done=True)
-        messages = [_message(call, text) for call, text in await self._results(turn.tool_calls)]
+        messages = [_message(call, said) for call, said in await self._results(turn.tool_calls)]
         return Step(messages, self.environment.step_reward())
 
     async def rewards(self) -> dict[str, float | None]:
@@ -174,7 +176,7 @@ class ToolEpisode:
             given[self.environment.name] = await self.environment.reward()
         return given
 
-    async def _results(self, calls: tuple[ToolCall, ...]) -> list[tuple[ToolCall, str]]:
+    async def _results(self, calls: tuple[ToolCall, ...]) -> list[tuple[ToolCall, Content]]:
         """In the order of the calls. Plain functions run one after the other, since they may depend on each other's
         effects; asynchronous ones at the same time, beside them."""
         beside = {
@@ -190,7 +192,7 @@ class ToolEpisode:
             await asyncio.gather(*beside.values(), return_exceptions=True)
         return list(zip(calls, texts, strict=True))
 
-    async def _result(self, call: ToolCall) -> str:
+    async def _result(self, call: ToolCall) -> Content:
         tool = self.environment.tools.get(call.name)
         if tool is None:
             self.counts["tool_errors"] += 1
@@ -200,7 +202,10 @@ class ToolEpisode:
         except Exception as error:  # whatever it is, the policy is told, and can do better
             self.counts["tool_errors"] += 1
             return str({"error": str(error)})
-        return as_text(result, tool.function)
+        return self._content(result, tool.function)
+
+    def _content(self, said: Any, who: Any) -> Content:
+        return as_content(said, who, as_text, images=self.setup.encoder.images is not None)
 
 
 def accepted(function: Any, columns: dict[str, Any]) -> dict[str, Any]:
@@ -211,5 +216,5 @@ def accepted(function: Any, columns: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in columns.items() if name in parameters}
 
 
-def _message(call: ToolCall, text: str) -> Message:
-    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+def _message(call: ToolCall, said: Content) -> Message:
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": said}
