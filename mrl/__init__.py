@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TrainingConfig,
     )
     from mrl.errors import MRLError
+    from mrl.rollouts.tools import MCPServer
     from mrl.trainer import MRLTrainer, train_simple
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ _WHERE = {
     "MRLTrainer": "mrl.trainer",
     "train_simple": "mrl.trainer",
     "MRLError": "mrl.errors",
+    "MCPServer": "mrl.rollouts.tools",
     **dict.fromkeys(
         [
             "AlgorithmConfig",
@@ -51,6 +53,7 @@ __all__ = [
     "AlgorithmConfig",
     "DataConfig",
     "GenerationConfig",
+    "MCPServer",
     "MRLError",
     "MRLTrainer",
     "ModelConfig",

@@ -192,7 +192,9 @@ def _set_values(section: str, value: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    if isinstance(value, (list, tuple)) and all(isinstance(v, (str, int, float)) or callable(v) for v in value):
+    if hasattr(value, "as_option"):
+        return _plain(value.as_option())
+    if isinstance(value, (list, tuple)) and all(_is_short(v) for v in value):
         return [_plain(v) for v in value]
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
@@ -203,3 +205,8 @@ def _plain(value: Any) -> Any:
         except (TypeError, OSError, AttributeError):
             return f"<{type(value).__name__} {getattr(value, '__name__', '')}>"
     return f"<{type(value).__name__}, {len(value)} rows>" if hasattr(value, "__len__") else f"<{type(value).__name__}>"
+
+
+def _is_short(value: Any) -> bool:
+    """Whether it is no row of a dataset."""
+    return isinstance(value, (str, int, float)) or callable(value) or hasattr(value, "as_option")

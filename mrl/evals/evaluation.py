@@ -18,6 +18,7 @@ from mrl.loop.resources import check_resources, rollout_resources
 from mrl.loop.reward_trial import try_rewards
 from mrl.loop.spawning import backend_of, spawn_rewards, spawn_rollout
 from mrl.models import context_length, load_config, load_tokenizer
+from mrl.rollouts import close_source
 from mrl.rollouts.prompts import PromptEncoder
 from mrl.system.gather import all_of
 from mrl.system.threads import in_thread
@@ -91,6 +92,8 @@ async def evaluate(
             done = await collector.collect(batch, samples_per_task, seed=seed, state=state, finished=finished)
             groups += done.groups
     finally:
+        for problem in await close_source(prepared.source):
+            note(problem)
         await backend.close()
     return summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
 
@@ -147,7 +150,7 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     check_resources(config, rollout_resources(config))
     check_engine(config)
     tokenizer = await in_thread(load_tokenizer, config.model)
-    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+    encoder = PromptEncoder.of(tokenizer, config.data)
     prompt_ids = tuple(encoder.encode(prompt))
     limit = context_length(await in_thread(load_config, config.model), config.model.max_model_len)
     if len(prompt_ids) >= limit:

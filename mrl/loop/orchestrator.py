@@ -36,6 +36,7 @@ from mrl.loop.spawning import ACTOR, make_sync, rollout_workers, spawn_actor, sp
 from mrl.loop.task_batch import staleness
 from mrl.mismatch import MismatchWatch
 from mrl.rewards.combine import mean_metrics
+from mrl.rollouts import close_source
 from mrl.store.checkpoints import SERVED
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
@@ -69,6 +70,13 @@ class Orchestrator(RecordedRun):
         await self._try_rewards(tasks + self.prepared.eval_tasks, self.total_steps)
 
     async def _train(self) -> None:
+        try:
+            await self._train_with_workers()
+        finally:
+            for problem in await close_source(self.prepared.source):
+                self._note(problem)
+
+    async def _train_with_workers(self) -> None:
         facts = await self._unless_stopped(self._start_workers())
         notices = facts.pop("notices")
         self._announce("workers are up", facts, shown={"tasks": self.prepared.counts.tasks}, notices=notices)

@@ -69,7 +69,8 @@ class RolloutSource(Protocol):
     function (a method, if that depends on the source's options, which it then gets); `gives_rewards()` says of an
     object whether it really does. A rollout that has a reward is not scored again; parts in `Rollout.rewards` are added
     to what reward functions give. `keeps_time = True` where it ends attempts at their limits itself
-    (`mrl.rollouts.multi_turn`), so that `rollout_timeout` does not fail them.
+    (`mrl.rollouts.multi_turn`), so that `rollout_timeout` does not fail them. `async close()` is called when no attempt
+    runs any more, and returns sentences about what could not be closed; attempts may follow all the same.
     """
 
     @classmethod
@@ -84,6 +85,12 @@ class RolloutSource(Protocol):
         has to end.
         """
         ...
+
+
+async def close_source(source: RolloutSource | BatchSource) -> list[str]:
+    """Let go of what it holds, such as environments. Returns what could not be."""
+    close = getattr(source, "close", None)
+    return [] if close is None else list(await close())
 
 
 @runtime_checkable

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.errors import ConfigError, DataError
 from mrl.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mrl.config import DataConfig
 
 
 class PromptEncoder:
@@ -23,7 +26,9 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         prompt_format: Literal["auto", "chat", "text"] = "auto",
         system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        """template_kwargs: what the chat template gets besides messages and tools."""
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if prompt_format == "chat" and not has_template:
             raise ConfigError("prompt_format: chat needs a chat template and this tokenizer has none; use text")
@@ -33,6 +38,18 @@ class PromptEncoder:
         self.has_template = has_template
         self.chat = has_template if prompt_format == "auto" else prompt_format == "chat"
         self.system_prompt = system_prompt
+        self.template_kwargs = dict(template_kwargs or {})
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PromptEncoder:
+        """As a run's options say."""
+        return cls(tokenizer, data.prompt_format, data.system_prompt, data.chat_template_kwargs)
+
+    def notices(self) -> list[str]:
+        """Arguments that the chat template does not read."""
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        unread = [name for name in self.template_kwargs if name not in template]
+        return [f"chat_template_kwargs: this model's chat template reads no {name}." for name in unread]
 
     def messages(self, prompt: Prompt) -> list[Message]:
         """The conversation up to the completion."""
@@ -48,6 +65,6 @@ class PromptEncoder:
         if not self.has_template:
             raise DataError("prompts are messages and this tokenizer has no chat template; use text prompts")
         ids = self.tokenizer.apply_chat_template(
-            self.messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+            self.messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, **self.template_kwargs
         )
         return list(ids)

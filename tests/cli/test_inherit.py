@@ -58,6 +58,7 @@ OWN = {
     "reward_timeout": 7.0,
     "prompt_format": "chat",
     "system_prompt": "Be brief.",
+    "chat_template_kwargs": {"enable_thinking": False},
     "max_completion_length": 64,
     "max_model_len": 256,
     "stop": ["\n\n"],

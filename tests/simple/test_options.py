@@ -45,6 +45,7 @@ OTHER: dict[str, Any] = {
     "shuffle": (False, {}),
     "prompt_format": ("text", {}),
     "system_prompt": ("be brief", {}),
+    "chat_template_kwargs": ({"enable_thinking": False}, {}),
     "learning_rate": (0.1, {}),
     "lr_scheduler_type": ("cosine", {}),
     "warmup_steps": (3, {}),
