@@ -77,7 +77,7 @@ async def evaluate(
     try:
         policy = await _policy(backend, config, prepared.max_model_len)
         rewards = await spawn_rewards(backend, config, note)
-        collector = Collector.of(config, prepared, policy, rewards)
+        collector = Collector.of(config, prepared, policy, rewards, samples_per_task)
         seed, state, tasks = derive_seed(config.training.seed, "eval"), TrainerState(0, 0, None), prepared.tasks
         groups: list[Group] = []
         ended = 0

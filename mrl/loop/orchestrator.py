@@ -300,7 +300,7 @@ class Orchestrator(RecordedRun):
             note=self._note,
             max_restarts=config.runtime.max_worker_restarts,
         )
-        self.collector = Collector.of(config, prepared, self.policy, self.rewards)
+        self.collector = Collector.of(config, prepared, self.policy, self.rewards, config.training.num_generations)
         self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]

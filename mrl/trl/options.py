@@ -104,6 +104,7 @@ def mrl_options(args: Any, *, multi_turn: bool) -> tuple[dict[str, Any], list[st
     turns = options["max_tool_calling_iterations"]
     if multi_turn and turns is not None:
         made["max_turns"] = turns + 1  # TRL counts rounds of calls, and there is an answer to the last
+    options.read |= {"output_dir", "reward_weights"}  # GRPOTrainer's
     options.refuse_the_rest()
     return made, options.notes
 

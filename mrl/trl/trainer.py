@@ -97,9 +97,10 @@ def _rewards(functions: Any, weights: list[float] | None) -> dict[str, Any]:
     functions = list(functions) if isinstance(functions, list | tuple) else [functions]
     for function in functions:
         if not callable(function) or hasattr(function, "state_dict"):
+            named = repr(function) if isinstance(function, str) else type(function).__name__
             raise ConfigError(
-                f"reward_funcs: {function if isinstance(function, str) else type(function).__name__!r} is a reward "
-                "model; call it in a function of yours, which gets prompts and completions"
+                f"reward_funcs: {named} is a reward model; call it in a function of yours, which gets prompts and "
+                "completions"
             )
     return {"reward_funcs": functions, "reward_weights": weights or [1.0] * len(functions)}
 

@@ -133,7 +133,10 @@ def test_calls_of_tools_are_read_and_extended(name: str) -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
 def test_without_thinking_turns_extend_each_other(name: str, known: bool) -> None:
-    """Prompts end with an empty block of thinking, which templates drop from what is past: here it stays as it was."""
+    """Prompts end with an empty block of thinking, which templates drop from what is past: here it stays as it was.
+
+    Qwen3.5's keeps it until the next user's message, and drops it then: what is past is another text.
+    """
     off = {"enable_thinking": False}
     tokenizer = tokenizer_of(name)
     chat: ChatFormat = chat_format(tokenizer, off)
@@ -152,7 +155,7 @@ def test_without_thinking_turns_extend_each_other(name: str, known: bool) -> Non
         talk.add({"role": role, "name": "look_up", "content": f"more {number}"})
         assert tokenizer.decode(talk.next_prompt()).rstrip().endswith("</think>")
     check_record(talk, engine)
-    assert talk.extended == 2
+    assert talk.extended == (2 if known or name == "qwen3" else 1)
 
 
 @pytest.mark.parametrize("name", ["idefics3", "llava_next"])

@@ -517,7 +517,7 @@ class Raises(Counter):
         ({"tools": [add, add]}, r"two tools are called 'add'"),
         ({"tools": ["no.py:x"]}, r"'no.py:x' does not import: FileNotFoundError"),
         ({"tools": ["nonsense"]}, r"'nonsense' is not of the form"),
-        ({"tools": [several]}, r"several \(.*:\d+\) takes \*numbers: int: a call names its arguments"),
+        ({"tools": [several]}, r"several \(.*:\d+\) takes \*numbers: a call names its arguments"),
         ({"environment_factory": Praises}, r"Praises.get_reward \(.*:\d+\) says that it returns str: .* a number"),
         ({"environment_factory": Scores}, r"Scores.reset \(.*:\d+\) says that it returns int: it has to be text"),
         ({"environment_factory": NoReset}, r"NoReset \(.*:\d+\) has no method `reset`"),

@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "steps_per_generation": 1,
     "vllm_importance_sampling_mode": "token_mask",
     "vllm_mode": "server",
+    "vllm_importance_sampling_cap": 2.0,
     "eval_strategy": "steps",
     "output_dir": "out",
     "epsilon": 0.1,
@@ -256,7 +257,7 @@ def test_an_adapter_and_a_tokenizer(tiny_model: str) -> None:
     [
         ({"callbacks": [print]}, "callbacks: mrl calls no builtin_function_or_method"),
         ({"optimizers": (1, None)}, "optimizers: the optimizer is AdamW"),
-        ({"reward_funcs": "some/model"}, "reward_funcs: some/model is a reward model"),
+        ({"reward_funcs": "some/model"}, "reward_funcs: 'some/model' is a reward model"),
         ({"quantization_config": 1}, "weights are not quantised"),
         ({"reward_processing_classes": 1}, "a reward model is called by a function"),
         ({"args": 3}, "args: give a GRPOConfig, not an object of type int"),

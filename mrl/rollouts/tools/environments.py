@@ -132,14 +132,20 @@ class Environments:
         }
         self.common = common
         self.free: dict[str | None, list[Environment]] = {}
+        self.at_most: int | None = None
+        """Instances of each factory; who needs one more waits."""
         self._live: list[Environment] = []
         """Those that were made and not closed."""
+        self._counts = dict.fromkeys(self.factories, 0)
+        """Of each factory, those that are being made included."""
+        self._waiting: list[asyncio.Future[None]] = []
         self._closing: set[asyncio.Future[None]] = set()
         self._problems: list[str] = []
         for name, make in self.factories.items():
             if not callable(make):
                 raise ConfigError(f"{_option(name)}: {make!r} cannot be called to make an environment; give a class")
             self.free[name] = [self._checked(name, make)]
+            self._counts[name] = 1
 
     def scores(self) -> bool:
         """Whether every environment gives a reward itself."""
@@ -159,8 +165,19 @@ class Environments:
 
     async def take(self, key: str | None) -> Environment:
         """One that nobody else uses, not reset yet."""
+        while not self.free[key] and self.at_most is not None and self._counts[key] >= self.at_most:
+            self._waiting.append(asyncio.get_running_loop().create_future())
+            await self._waiting[-1]
         if self.free[key]:
             return self.free[key].pop()
+        self._counts[key] += 1
+        try:
+            return await self._new(key)
+        except BaseException:
+            self._released(key)
+            raise
+
+    async def _new(self, key: str | None) -> Environment:
         thread = OwnThread("mrl-environment")
         try:
             instance = await thread.call(self.factories[key])
@@ -181,15 +198,18 @@ class Environments:
         """usable: nothing of an attempt is still running on it, and nothing has gone wrong."""
         if usable:
             self.free[key].append(environment)
+            self._wake()
         else:
+            self._released(key)
             closing = asyncio.ensure_future(self._close(environment))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> list[str]:
         """Close all. Returns what could not be closed. New ones are made if more are needed."""
-        for free in self.free.values():
+        for key, free in self.free.items():
             free.clear()
+            self._counts[key] = 0
         await asyncio.gather(*self._closing, *map(self._close, [*self._live]))
         problems, self._problems = list(dict.fromkeys(self._problems)), []
         return problems
@@ -200,6 +220,17 @@ class Environments:
         self._live.remove(environment)
         if problem := await environment.close():
             self._problems.append(problem)
+
+    def _released(self, key: str | None) -> None:
+        """An instance less."""
+        self._counts[key] = max(self._counts[key] - 1, 0)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
 
     def _not_made(self, name: str | None, error: Exception) -> str:
         made = described(self.factories[name])

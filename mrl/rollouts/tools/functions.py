@@ -42,8 +42,9 @@ class Tool:
         if not callable(function):
             raise ConfigError(f"{option}: {function!r} is no function, but of type {type(function).__name__}")
         if unnamed := [p for p in inspect.signature(function).parameters.values() if p.kind in _UNNAMED]:
+            star = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}.get(unnamed[0].kind, "")
             raise ConfigError(
-                f"{option}: {described(function)} takes {unnamed[0]}: a call names its arguments, so each of a tool's "
+                f"{option}: {described(function)} takes {star}{unnamed[0].name}: a call names its arguments, so each of a tool's "
                 "needs a name and a type of its own"
             )
         try:

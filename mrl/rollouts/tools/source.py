@@ -106,11 +106,14 @@ class ToolSource:
                 self.environments.give_back(key, environment, usable=usable)
             await sessions.close()
 
-    def keep_environments(self) -> tuple[Callable[[Rollout], Any], Callable[[Rollout], None]]:
+    def keep_environments(self, at_most: int | None) -> tuple[Callable[[Rollout], Any], Callable[[Rollout], None]]:
         """From now on an environment serves no other attempt until its rollout was scored, so that reward functions may
-        look at it. Returns what gives the instance of a rollout, and what is to be told that it was scored."""
+        look at it. at_most: instances, as for the servers of a list that has an end; attempts wait for one then, which
+        needs all attempts of a task to have one at a time. Returns what gives the instance of a rollout, and what is to be told that it was scored."""
         kept: dict[int, tuple[str | None, Environment, bool]] = {}
         self._kept = kept
+        if self.environments is not None:
+            self.environments.at_most = at_most
 
         def environment_of(rollout: Rollout) -> Any:
             held = kept.get(id(rollout))
