@@ -57,8 +57,8 @@ class Collector:
         collector = cls(runner, rewards, prepared.early_scoring)
         keep = getattr(prepared.source, "keep_environments", None)
         if keep is not None and BACKENDS.get(config.runtime.backend).shares_memory:
-            # As many environments as attempts at a time: each group is scored when it has ended, and lets go of its own.
-            # Not where groups are given up before they were scored.
+            # As many environments as attempts at a time: each group is scored when it has ended, and lets go of its
+            # own. Not where groups are given up before they were scored.
             limited = at_once is not None and at_once >= n and not config.overlap.by_group
             collector.early |= limited
             collector.environment_of, collector.scored = keep(at_once if limited else None)

@@ -108,8 +108,11 @@ class ToolSource:
 
     def keep_environments(self, at_most: int | None) -> tuple[Callable[[Rollout], Any], Callable[[Rollout], None]]:
         """From now on an environment serves no other attempt until its rollout was scored, so that reward functions may
-        look at it. at_most: instances, as for the servers of a list that has an end; attempts wait for one then, which
-        needs all attempts of a task to have one at a time. Returns what gives the instance of a rollout, and what is to be told that it was scored."""
+        look at it. Returns what gives the instance of a rollout, and what is to be told that it was scored.
+
+        at_most: instances, as for a list of servers that has an end. Attempts wait for one then, so that all attempts at
+        a task have to have one at a time. None = as many as are needed.
+        """
         kept: dict[int, tuple[str | None, Environment, bool]] = {}
         self._kept = kept
         if self.environments is not None:
