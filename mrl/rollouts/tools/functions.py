@@ -44,8 +44,8 @@ class Tool:
         if unnamed := [p for p in inspect.signature(function).parameters.values() if p.kind in _UNNAMED]:
             star = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}.get(unnamed[0].kind, "")
             raise ConfigError(
-                f"{option}: {described(function)} takes {star}{unnamed[0].name}: a call names its arguments, so each of "
-                "a tool's needs a name and a type of its own"
+                f"{option}: {described(function)} takes {star}{unnamed[0].name}: a call names its arguments, so each "
+                "needs a name and a type of its own"
             )
         try:
             spec: ToolSpec = get_json_schema(function)

@@ -110,8 +110,8 @@ class ToolSource:
         """From now on an environment serves no other attempt until its rollout was scored, so that reward functions may
         look at it. Returns what gives the instance of a rollout, and what is to be told that it was scored.
 
-        at_most: instances, as for a list of servers that has an end. Attempts wait for one then, so that all attempts at
-        a task have to have one at a time. None = as many as are needed.
+        at_most: instances, as for a list of servers that has an end. Attempts wait for one then, so that all attempts
+        at a task have to have one at a time. None = as many as are needed.
         """
         kept: dict[int, tuple[str | None, Environment, bool]] = {}
         self._kept = kept
