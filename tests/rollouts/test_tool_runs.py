@@ -131,7 +131,7 @@ def test_there_are_no_more_environments_than_attempts_at_a_time(guesser: str, tm
         assert len({id(environment) for environment in environments}) == 3
         return [float(environment.found) for environment in environments]
 
-    made = options(environment_factory=Connects, reward_funcs=found, max_concurrent_rollouts=3, batch_size=4)
+    made = options(environment_factory=Connects, reward_funcs=found, max_concurrent_rollouts=3, max_steps=1)
     assert small_runs.run(guesser, tmp_path / "r", **made).status == "finished"
     assert [row["error"] for row in rollouts(tmp_path / "r") if row["status"] != "ok"] == []
 
@@ -164,11 +164,11 @@ def test_an_environment_that_makes_its_tasks_needs_no_dataset(guesser: str, tmp_
         def close(self) -> None:
             self.closed = True
 
-    options_ = options(environment_factory=Own, train_dataset=None, chat_template_kwargs={"enable_thinking": False})
-    result = small_runs.run(guesser, tmp_path / "r", **options_)
+    given = options(environment_factory=Own, train_dataset=None, max_steps=1)
+    result = small_runs.run(guesser, tmp_path / "r", **given)
     assert result.status == "finished"
     rows = rollouts(tmp_path / "r")
-    assert len(rows) == 2 * 2 * 3
+    assert len(rows) == 2 * 3
     assert {row["messages"][0]["content"] for row in rows} == {"Guess a number from 0 to 3."}
     assert made
     assert all(one.closed for one in made), "at the end of the run"
