@@ -47,11 +47,12 @@ def run(model: str, folder: Path, **changes: Any) -> RunResult:
 
 
 def record_of(folder: Path, without: str = "time/") -> dict[str, Any]:
-    """Everything a run did that does not depend on the clock; and no metrics whose names begin with `without`."""
+    """Everything a run did that depends neither on the clock nor on what had to be computed again; and no metrics whose
+    names begin with `without`."""
     clock = ("time", "rollout/tokens_per_second")
 
     def timeless(row: dict[str, Any]) -> dict[str, Any]:
-        left_out = ("time/", without)
+        left_out = ("time/", "rollout/prefill_", without)
         return {key: repr(value) for key, value in row.items() if key not in clock and not key.startswith(left_out)}
 
     def rollout(row: dict[str, Any]) -> list[Any]:

@@ -228,7 +228,8 @@ class Orchestrator(RecordedRun):
         """Attempt the held-out tasks once each, with the same seeds every time."""
         await self.scheduler.finish_in_flight()  # reward functions may draw from one generator of random numbers
         self.boundary, self.evaluation_due = self._state(), True
-        await self._unless_stopped(self._attempt_held_out())
+        with self.policy.not_counted():
+            await self._unless_stopped(self._attempt_held_out())
         self.boundary, self.evaluation_due = None, False
 
     async def _attempt_held_out(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from mrl.backends.base import WorkerHandle
@@ -119,6 +120,15 @@ class RolloutPool:
         metrics = {"rollout/prefill_tokens": float(self.prefilled_tokens), "rollout/prefill_saved_fraction": saved}
         self.prompt_tokens = self.prefilled_tokens = 0
         return metrics
+
+    @contextlib.contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """What is prefilled meanwhile, for an evaluation, is no part of `prefill_metrics`."""
+        before = self.prompt_tokens, self.prefilled_tokens
+        try:
+            yield
+        finally:
+            self.prompt_tokens, self.prefilled_tokens = before
 
     def _count(self, request: GenerateRequest, completion: Completion) -> None:
         if completion.prefilled is not None:
