@@ -69,7 +69,7 @@ async def test_by_address(url: str) -> None:
     rollout = await source.run(Task("t", ASK), 0, policy, 1)
     first, failed, wrong = results(rollout)
     assert first == "1 notes"
-    assert "too bad" in failed
+    assert "Error executing tool fail" in failed  # version 1 adds what was raised
     assert failed.startswith("{'error': ")
     assert wrong.startswith("{'error': ")
     assert (rollout.status, rollout.metrics["tool_calls"], rollout.metrics["tool_errors"]) == ("ok", 3, 2)
