@@ -105,6 +105,7 @@ OWN: dict[str, Any] = {
 _FILLED_IN = (
     *("generation_batch_size", "accelerator_config", "disable_tqdm", "eval_steps", "fsdp", "fsdp_config"),
     *("parallelism_config", "label_names", "lr_scheduler_kwargs", "optim", "debug", "hub_strategy"),
+    *("dataloader_pin_memory", "pad_to_multiple_of"),
 )
 """What TRL's class works out by itself, so that nobody can tell whether it was given."""
 

@@ -34,12 +34,14 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("observe", {}),
     ("lane_change", {"direction": "left"}),
 ]
+SHORT = ["--system-prompt-path", "prompt.txt", "--num-generations", "2", "--gradient-accumulation-steps", "4"]
+"""Boards are long for a tokenizer of bytes."""
 ARGUMENTS = {
     "echo": ["--model", "MODEL", "--env-host", "URL/echo"],
     "catch": ["--model", "MODEL", "--env-mode", "space", "--env-host", "URL/catch", "--dataset-size", "8"],
     "wordle": ["--model", "MODEL", "--env-url", "URL/wordle", "--dataset-size", "8"],
     "multi_env": ["--wordle-url", "URL/wordle", "--catch-url", "URL/catch"],
-    "sudoku": ["--model-id", "MODEL", "--env-host", "URL/sudoku", "--dataset-size", "8"],
+    "sudoku": ["--model-id", "MODEL", "--env-host", "URL/sudoku", "--dataset-size", "8", *SHORT],
     "browsergym_llm": ["--model-id", "MODEL", "--space-url", "URL/browser", "--dataset-size", "8"],
     "browsergym": ["--model-id", "MODEL", "--space-url", "URL/browser", "--dataset-size", "8"],
     "carla": ["--model", "MODEL", "--env-urls", *["URL/carla"] * 4],
@@ -103,6 +105,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_script_of_trls(name: str, url: str, caller: Path, tmp_path: Path) -> None:
     (tmp_path / "Qwen").mkdir()  # which multi_env.py names in its text
     (tmp_path / "Qwen" / "Qwen3-1.7B").symlink_to(caller)
+    (tmp_path / "prompt.txt").write_text("You play Sudoku.")
     words = {"MODEL": str(caller)}
     arguments = [words.get(word, word.replace("URL/", f"{url}/")) for word in ARGUMENTS[name]]
     environment = {
