@@ -187,13 +187,14 @@ class Session:
     async def tools(self) -> list[dict[str, Any]]:
         """What the server lists, all pages of it."""
         listed: list[dict[str, Any]] = []
-        cursor = None
+        asked: dict[str, Any] = {}
         while True:
-            page = await self._ask(lambda client, cursor=cursor: client.list_tools(**_from(cursor)))  # type: ignore[misc]
+            page = await self._ask(_lists(asked))
             listed += [tool.model_dump(by_alias=True, mode="json") for tool in page.tools]
             cursor = page.model_dump(by_alias=True).get("nextCursor")
             if cursor is None:
                 return listed
+            asked = _from(cursor)
 
     async def close(self) -> None:
         """End the connection, if there is one."""
@@ -342,9 +343,11 @@ def _expanded(values: Mapping[str, str]) -> dict[str, str]:
     return {name: os.path.expandvars(value) for name, value in values.items()}
 
 
-def _from(cursor: str | None) -> dict[str, Any]:
-    if cursor is None:
-        return {}
+def _lists(asked: dict[str, Any]) -> Callable[[Any], Coroutine[Any, Any, Any]]:
+    return lambda client: client.list_tools(**asked)
+
+
+def _from(cursor: str) -> dict[str, Any]:
     from mcp.types import PaginatedRequestParams
 
     return {"params": PaginatedRequestParams(cursor=cursor)}
