@@ -19,7 +19,8 @@ from mrl.rollouts.chat import ToolSpec
 CHARACTERS_PER_TOKEN = 32
 """A tool or an environment may say so many characters at once for each token of the context: more fits none, and would
 hold up all attempts while it is made tokens."""
-_UNNAMED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.POSITIONAL_ONLY)
+_UNNAMED: dict[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**", Parameter.POSITIONAL_ONLY: ""}
+"""Parameters that a call cannot name, and what stands before them."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ class Tool:
         if not callable(function):
             raise ConfigError(f"{option}: {function!r} is no function, but of type {type(function).__name__}")
         if unnamed := [p for p in inspect.signature(function).parameters.values() if p.kind in _UNNAMED]:
-            star = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}.get(unnamed[0].kind, "")
             raise ConfigError(
-                f"{option}: {described(function)} takes {star}{unnamed[0].name}: a call names its arguments, so each "
+                f"{option}: {described(function)} takes {_UNNAMED[unnamed[0].kind]}{unnamed[0].name}: a call names its arguments, so each "
                 "needs a name and a type of its own"
             )
         try:
