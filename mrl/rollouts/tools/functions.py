@@ -42,13 +42,13 @@ class Tool:
 
         if not callable(function):
             raise ConfigError(f"{option}: {function!r} is no function, but of type {type(function).__name__}")
-        if unnamed := [p for p in inspect.signature(function).parameters.values() if p.kind in _UNNAMED]:
-            first = f"{_UNNAMED[unnamed[0].kind]}{unnamed[0].name}"
-            raise ConfigError(
-                f"{option}: {described(function)} takes {first}: a call names its arguments, so each needs a name and a "
-                "type of its own"
-            )
         try:
+            if unnamed := [p for p in inspect.signature(function).parameters.values() if p.kind in _UNNAMED]:
+                first = f"{_UNNAMED[unnamed[0].kind]}{unnamed[0].name}"
+                raise ConfigError(
+                    f"{option}: {described(function)} takes {first}: a call names its arguments, so each needs a name "
+                    "and a type of its own"
+                )
             spec: ToolSpec = get_json_schema(function)
         except (DocstringParsingException, TypeHintParsingException, AttributeError, ValueError) as error:
             raise ConfigError(
