@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from mrl.config.trl_args import GRPOConfig
     from mrl.errors import MRLError
+    from mrl.rollouts.tools import MCPServer
     from mrl.trainer import MRLTrainer, train_simple
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _WHERE = {
     "MRLTrainer": "mrl.trainer",
     "train_simple": "mrl.trainer",
     "MRLError": "mrl.errors",
+    "MCPServer": "mrl.rollouts.tools",
     **dict.fromkeys(
         [
             "AlgorithmConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "DataConfig",
     "GRPOConfig",
     "GenerationConfig",
+    "MCPServer",
     "MRLError",
     "MRLTrainer",
     "ModelConfig",

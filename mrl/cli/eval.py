@@ -25,7 +25,7 @@ from mrl.errors import ConfigError, DataError, ModelError, RewardError
 from mrl.system.units import plural
 
 DEFAULTS = {"max_tokens": 1024}
-PROMPTS = ("prompt_format", "system_prompt", "max_tokens", "stop", "max_model_len")
+PROMPTS = ("prompt_format", "system_prompt", "chat_template_kwargs", "max_tokens", "stop", "max_model_len")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 MACHINE = (
     *("device", "dtype", "engine", "max_decode_rows", "decode_step", "revision", "trust_remote_code"),

@@ -28,6 +28,7 @@ FLAG_TYPES: dict[str, Any] = {
     "reward_funcs": list[str],
     "eval_dataset": str,
     "rename": list[str],
+    "chat_template_kwargs": list[str],
     "rollout_options": list[str],
     "tools": list[str],
     "environment_factory": list[str],
@@ -42,9 +43,11 @@ FLAG_HELP = {
     "`package.module:function`, a sequence classifier by its Hub id or folder, a YAML file with `judge: {…}` "
     "(docs/judges.md). None = the rollout source's or the dataset's own where they have one, else `sandbox`.",
     "rename": "Columns to rename, each as `old=new`; reward functions see the new names.",
+    "chat_template_kwargs": "What the chat template gets besides messages and tools, each as `key=value` (values as in "
+    "YAML), or all as one JSON object, e.g. `enable_thinking=false` for Qwen3.",
     "rollout_options": "The source's own options, each as `key=value` (values as in YAML), or all as one JSON object.",
-    "tools": "Functions that the policy may call, typed and with a docstring: `file.py:function` or "
-    "`package.module:function`.",
+    "tools": "Functions that the policy may call, typed and with a docstring: `file.py:function`, "
+    "`package.module:function`; or MCP servers: `mcp:http://HOST/mcp`, `mcp:COMMAND`.",
     "environment_factory": "A class with `reset` whose other methods are tools, `file.py:Class`, or the name of one "
     "(`mrl env list`); or several by the column `environment`, each as `name=file.py:Class`.",
     "rollout_func": "A function that makes all rollouts of a step, as TRL takes it: `file.py:function` or "
@@ -57,6 +60,7 @@ FLAG_HELP = {
     "`key=value`, or all as one JSON object; those that mrl has an option for are set by that one.",
 }
 OBJECTS = {
+    "chat_template_kwargs": "enable_thinking=false",
     "rollout_options": "max_turns=8 tools=[search]",
     "sandbox_options": "slots=4 modules=[numpy]",
     "backend_options": "key=value",

@@ -19,7 +19,10 @@ from mrl.store.checkpoints import Checkpoint, find_checkpoint
 from mrl.store.find import all_runs, find_run, runs_root, shortest_name
 from mrl.system.shell import command
 
-PROMPTS_AND_LIMITS = ("prompt_format", "system_prompt", "max_tokens", "max_model_len", "stop", "dtype")
+PROMPTS_AND_LIMITS = (
+    *("prompt_format", "system_prompt", "chat_template_kwargs"),
+    *("max_tokens", "max_model_len", "stop", "dtype"),
+)
 SCORE = (
     *("reward_funcs", "reward_weights", "reward_timeout", "reward_trial"),
     *("sandbox", "sandbox_options", "sandbox_timeout", "sandbox_memory_mb"),

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mrl.config.section import Section
 from mrl.errors import ConfigError
+
+TEMPLATE_ARGUMENTS = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "return_dict", "return_tensors", "padding", "truncation", "max_length"),
+    }
+)
+"""Arguments of `apply_chat_template` that are no business of a template."""
 
 
 class DataConfig(Section):
@@ -42,6 +50,16 @@ class DataConfig(Section):
     `auto` = `chat` where the tokenizer has a template. Prompts that are messages always go through the template."""
     system_prompt: str | None = None
     """System message put before every prompt that has none; needs a chat template."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template gets besides messages and tools, e.g. `{"enable_thinking": false}` for Qwen3."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _not_what_is_given_anyway(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(TEMPLATE_ARGUMENTS & value.keys()):
+            raise ConfigError(f"chat_template_kwargs: {taken[0]} is given by mrl itself; leave it out")
+        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

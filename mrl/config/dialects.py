@@ -15,7 +15,10 @@ PYTHON_ONLY = {"train_dataset", "vllm_args", "reward_processing_classes"}
 """Not on the command line; recipes can hold `vllm_args`."""
 ARGUMENTS = ("tokenizer",)
 """What `MRLTrainer` takes besides the options."""
-DICTS = ("rename", "rollout_options", "sandbox_options", "backend_options", "vllm_args", "trl_args")
+DICTS = (
+    *("rename", "chat_template_kwargs", "rollout_options", "sandbox_options", "backend_options", "vllm_args"),
+    "trl_args",
+)
 """What stands behind them is a key."""
 PLAIN = r"[\d.+-][\w.+-]*|true|false|\[.*|'.*"
 SAID = ("use ", "set ", "with ", "needs ", "only with ", "by ", "to ", "and ", "or ", ", ", "(")

@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     shuffle: bool
     prompt_format: Literal["auto", "chat", "text"]
     system_prompt: str | None
+    chat_template_kwargs: dict[str, Any]
     # training
     learning_rate: float
     lr_scheduler_type: Literal["constant", "linear", "cosine"]

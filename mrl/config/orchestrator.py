@@ -198,8 +198,10 @@ def _plain(value: Any, each: bool = False) -> Any:
         return value
     if callable(recorded := getattr(value, "recorded", None)) and not isinstance(value, type):  # a reward's object
         return recorded()
+    if hasattr(value, "as_option"):
+        return _plain(value.as_option())
     items = value if isinstance(value, (list, tuple)) else None
-    if items is not None and (each or all(isinstance(v, (str, int, float)) or callable(v) for v in items)):
+    if items is not None and (each or all(_is_short(v) for v in items)):
         return [_plain(v) for v in items]
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
@@ -210,3 +212,8 @@ def _plain(value: Any, each: bool = False) -> Any:
         except (TypeError, OSError, AttributeError):
             return f"<{type(value).__name__} {getattr(value, '__name__', '')}>"
     return f"<{type(value).__name__}, {len(value)} rows>" if hasattr(value, "__len__") else f"<{type(value).__name__}>"
+
+
+def _is_short(value: Any) -> bool:
+    """Whether it is no row of a dataset."""
+    return isinstance(value, (str, int, float)) or callable(value) or hasattr(value, "as_option")

@@ -17,6 +17,9 @@ Row = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles chat templates know. Others pass, since templates are free; these are named in messages."""
 
+NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
+"""Of a task whose environment says what is asked."""
+
 PROMPT_LIKE = ("instruction", "question", "problem", "messages", "input", "query", "text")
 """Columns that are suggested when there is no `prompt`, in this order."""
 
@@ -45,8 +48,13 @@ def rename_columns(rows: list[Row], rename: Mapping[str, str], where: str) -> li
     return [{rename.get(name, name): value for name, value in row.items()} for row in rows]
 
 
-def rows_to_tasks(rows: list[Row], where: str) -> list[Task]:
-    """One Task per row; `where` names the dataset in errors. Raises DataError naming row (from 0) and column."""
+def rows_to_tasks(rows: list[Row], where: str, *, need_prompts: bool = True) -> list[Task]:
+    """One Task per row; `where` names the dataset in errors. Raises DataError naming row (from 0) and column.
+
+    need_prompts: if false, rows without a column `prompt` get NO_PROMPT: an environment says what is asked.
+    """
+    if not need_prompts and rows and "prompt" not in columns_of(rows):
+        rows = [{**row, "prompt": NO_PROMPT} for row in rows]
     _require_prompts(rows, where)
     tasks: list[Task] = []
     first_row_of: dict[str, int] = {}
@@ -55,7 +63,7 @@ def rows_to_tasks(rows: list[Row], where: str) -> list[Task]:
     for index, row in enumerate(rows):
         row, pictures = pictures_of_row(row, f"{where}: row {index}")
         column = f"{where}: row {index}, column 'prompt'"
-        prompt = with_pictures(_prompt(row["prompt"], column), pictures, column)
+        prompt = with_pictures(_prompt(row.get("prompt"), column), pictures, column)
         columns = {name: value for name, value in row.items() if name != "prompt"}
         if id_column is None:
             task_id = _content_id(prompt, columns)

@@ -82,7 +82,7 @@ async def evaluate(
         await start_source(prepared.source, backend, note)
         policy = await _policy(backend, config, prepared.max_model_len)
         rewards = await spawn_rewards(backend, config, note)
-        collector = Collector.of(config, prepared, policy, rewards)
+        collector = Collector.of(config, prepared, policy, rewards, samples_per_task)
         seed, state, tasks = derive_seed(config.training.seed, "eval"), TrainerState(0, 0, None), prepared.tasks
         groups: list[Group] = []
         logged: Logged = []
@@ -100,7 +100,8 @@ async def evaluate(
                 groups += done.groups
                 logged += done.logged
     finally:
-        await close_source(prepared.source)
+        for problem in await close_source(prepared.source):
+            note(problem)
         await backend.close()
         server.close()
     report = summarize(config, groups, samples_per_task, by, confidence, prepared.counts.tasks)
@@ -161,7 +162,7 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     check_engine(config)
     tokenizer = await in_thread(load_tokenizer, config.model)
     processor = await in_thread(load_processor, config.model)
-    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt, processor)
+    encoder = PromptEncoder.of(tokenizer, config.data, processor)
     prompt_ids = tuple(encoder.encode(prompt))
     limit = context_length(await in_thread(load_config, config.model), config.model.max_model_len)
     if len(prompt_ids) >= limit:

@@ -47,15 +47,21 @@ class Collector:
     scored: Callable[[Rollout], None] = lambda rollout: None
 
     @classmethod
-    def of(cls, config: OrchestratorConfig, prepared: Prepared, policy: PolicyClient, rewards: RewardPool) -> Collector:
-        """As a run's options say."""
+    def of(
+        cls, config: OrchestratorConfig, prepared: Prepared, policy: PolicyClient, rewards: RewardPool, n: int
+    ) -> Collector:
+        """As a run's options say. n: most attempts at a task."""
         options = config.rollout
         timeout, at_once = options.rollout_timeout, options.max_concurrent_rollouts
         runner = Runner(prepared.source, policy, timeout=timeout, at_once=at_once)
         collector = cls(runner, rewards, prepared.early_scoring)
         keep = getattr(prepared.source, "keep_environments", None)
         if keep is not None and BACKENDS.get(config.runtime.backend).shares_memory:
-            collector.environment_of, collector.scored = keep()
+            # As many environments as attempts at a time: each group is scored when it has ended, and lets go of its
+            # own. Not where groups are given up before they were scored.
+            limited = at_once is not None and at_once >= n and not config.overlap.by_group
+            collector.early |= limited
+            collector.environment_of, collector.scored = keep(at_once if limited else None)
         return collector
 
     async def collect(

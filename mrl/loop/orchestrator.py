@@ -75,7 +75,8 @@ class Orchestrator(RecordedRun):
         try:
             await self._train_with_source()
         finally:
-            await close_source(self.prepared.source)
+            for problem in await close_source(self.prepared.source):
+                self._note(problem)
 
     async def _train_with_source(self) -> None:
         facts = await self._unless_stopped(self._start_workers())
@@ -323,7 +324,7 @@ class Orchestrator(RecordedRun):
             note=self._note,
             max_restarts=config.runtime.max_worker_restarts,
         )
-        self.collector = Collector.of(config, prepared, self.policy, self.rewards)
+        self.collector = Collector.of(config, prepared, self.policy, self.rewards, config.training.num_generations)
         self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]

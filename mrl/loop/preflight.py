@@ -225,13 +225,20 @@ def load_train_tasks(config: OrchestratorConfig) -> tuple[list[Task], int | None
     """The tasks to train on, and of how many `max_samples` took them. Raises ConfigError when none are named, DataError
     when they will not do."""
     loaded = load_train_rows(config)
-    return rows_to_tasks(loaded.rows, loaded.where), loaded.total
+    return _tasks_of(config, loaded), loaded.total
+
+
+def _tasks_of(config: OrchestratorConfig, loaded: Loaded) -> list[Task]:
+    owned = config.rollout.environment_factory is not None
+    return rows_to_tasks(loaded.rows, loaded.where, need_prompts=not owned)
 
 
 def load_train_rows(config: OrchestratorConfig) -> Loaded:
     """The rows behind them. Raises ConfigError, DataError."""
     data = config.data
     source = data.train_dataset if data.train_dataset is not None else data.dataset_name
+    if source is None and config.rollout.environment_factory is not None:
+        return _placeholders(config)
     if source is None:
         raise ConfigError(
             "no dataset: set dataset_name (a Hub id, file or folder, or tiny-code), or pass train_dataset in Python"
@@ -239,11 +246,26 @@ def load_train_rows(config: OrchestratorConfig) -> Loaded:
     return _load(config, source, data.dataset_split, data.max_samples)
 
 
+def _placeholders(config: OrchestratorConfig) -> Loaded:
+    """Rows without anything, for environments that make their tasks themselves: as many as a step has."""
+    if isinstance(config.rollout.environment_factory, dict):
+        raise ConfigError(
+            "no dataset: with several environments it needs a column 'environment' that says which a task has; set "
+            "dataset_name or train_dataset"
+        )
+    if config.training.max_steps < 1:
+        raise ConfigError(
+            "no dataset: where the environment makes its tasks itself, max_steps says how long to train; set it, or "
+            "dataset_name or train_dataset"
+        )
+    return Loaded([{} for _ in range(config.training.batch_size)], "no dataset", config.training.batch_size)
+
+
 def load_eval_tasks(config: OrchestratorConfig) -> tuple[list[Task], int]:
     """The held-out tasks, and of how many they were drawn; none when nothing says where they are. Raises ConfigError,
     DataError."""
     loaded = load_eval_rows(config)
-    tasks = rows_to_tasks(loaded.rows, loaded.where) if loaded.rows else []
+    tasks = _tasks_of(config, loaded) if loaded.rows else []
     return [tasks[index] for index in _drawn(config, len(tasks))], len(tasks)
 
 
@@ -295,12 +317,12 @@ def _with_model(
     model_config = load_config(config.model)
     tokenizer = load_tokenizer(config.model)
     processor = processor_of(config)
-    encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt, processor)
+    encoder = PromptEncoder.of(tokenizer, config.data, processor)
     check_images(config, [*tasks, *eval_tasks], taken=processor is not None)
     max_model_len = context_length(model_config, config.model.max_model_len)
     for part in (tasks, eval_tasks):
         check_prompt_lengths(part, lambda prompt: len(encoder.encode(prompt)), max_model_len - 1)
-    notices = _notices(config, max_model_len)
+    notices = _notices(config, max_model_len) + encoder.notices()
     vocabulary = model_config.get_text_config().vocab_size
     setup = SourceSetup(tokenizer, encoder, sampling_params(config), turn_limits(config), vocabulary)
     made = ROLLOUT_SOURCES.get(config.rollout.source).create(setup, **config.rollout.source_options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from mrl.types import Completion, GenerateRequest, Group, Rollout, SamplingParams, Task, TokenSequence
+from mrl.types import Completion, GenerateRequest, Rollout, SamplingParams, Task, TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,9 +86,9 @@ class RolloutSource(Protocol):
     object whether it really does. A rollout that has a reward is not scored again; parts in `Rollout.rewards` are added
     to what reward functions give. `keeps_time = True` where it ends attempts at their limits itself
     (`mrl.rollouts.multi_turn`), so that `rollout_timeout` does not fail them. `start(backend, note)` and `close()`,
-    asynchronous, are called before the first attempt (before anything expensive is loaded) and after the last.
-    `metrics()` gives numbers for each step, whose names `metric_names` lists. `may_change` names options that may
-    differ when a run is resumed.
+    asynchronous, are called before the first attempt (before anything expensive is loaded) and after the last; `close`
+    may return sentences about what could not be closed, and attempts may follow all the same. `metrics()` gives numbers
+    for each step, whose names `metric_names` lists. `may_change` names options that may differ when a run is resumed.
     """
 
     @classmethod
@@ -101,23 +101,5 @@ class RolloutSource(Protocol):
 
         An exception makes a failed rollout of it, with the exception's text; other attempts go on. When cancelled it
         has to end.
-        """
-        ...
-
-
-@runtime_checkable
-class BatchSource(Protocol):
-    """A source that needs all prompts of a step at once."""
-
-    @classmethod
-    def create(cls, setup: SourceSetup, **options: Any) -> Self:
-        """As a RolloutSource's."""
-        ...
-
-    async def collect(self, tasks: list[Task], policy: PolicyClient, n: int, seed: int) -> list[Group]:
-        """`n` rollouts of every task, in the tasks' order. Failed ones are among them; an exception ends the run.
-
-        With a parameter `state` it also gets what reward functions get as `trainer_state`. Several calls may be under
-        way, where a step takes the groups that end first.
         """
         ...

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.data.images import pictures_in
 from mrl.errors import ConfigError, DataError
@@ -12,6 +12,8 @@ from mrl.types import Media, Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from mrl.config import DataConfig
 
 
 class PromptEncoder:
@@ -27,8 +29,11 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         prompt_format: Literal["auto", "chat", "text"] = "auto",
         system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         processor: ProcessorMixin | None = None,
     ) -> None:
+        """template_kwargs: what the chat template gets besides messages and tools. processor: of a model that takes
+        images."""
         if processor is not None and not getattr(tokenizer, "chat_template", None):
             tokenizer.chat_template = processor.chat_template  # older files have it there
         has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -44,6 +49,20 @@ class PromptEncoder:
         self.system_prompt = system_prompt
         self.images = None if processor is None else ImageWriter(processor)
         """None = the model takes none."""
+        self.template_kwargs = dict(template_kwargs or {})
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig, processor: ProcessorMixin | None = None
+    ) -> PromptEncoder:
+        """As a run's options say."""
+        return cls(tokenizer, data.prompt_format, data.system_prompt, data.chat_template_kwargs, processor)
+
+    def notices(self) -> list[str]:
+        """Arguments that the chat template does not read."""
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        unread = [name for name in self.template_kwargs if name not in template]
+        return [f"chat_template_kwargs: this model's chat template reads no {name}." for name in unread]
 
     def messages(self, prompt: Prompt) -> list[Message]:
         """The conversation up to the completion."""
@@ -66,11 +85,15 @@ class PromptEncoder:
             if pictures := pictures_in(messages):
                 raise DataError(f"{pictures[0].where}: the model takes no images; use one that does")
             ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.template_kwargs
             )
             return list(ids)
         shown = self.images.shown(messages)
-        text = str(self.tokenizer.apply_chat_template(shown, add_generation_prompt=True, tokenize=False))
+        text = str(
+            self.tokenizer.apply_chat_template(
+                shown, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            )
+        )
         return list(self.tokenizer(self.images.expand(text, messages), add_special_tokens=False)["input_ids"])
 
     def media(self, prompt: Prompt, ids: Sequence[int]) -> tuple[Media, ...]:

@@ -35,10 +35,10 @@ async def start_source(source: Any, backend: Backend, note: Callable[[str], None
         await start(backend, note)
 
 
-async def close_source(source: Any) -> None:
-    """Let it end what it has started."""
-    if (close := getattr(source, "close", None)) is not None:
-        await close()
+async def close_source(source: Any) -> list[str]:
+    """Let it end what it has started. Returns what could not be closed, in sentences."""
+    close = getattr(source, "close", None)
+    return [] if close is None else await close() or []
 
 
 class Runner:

@@ -94,6 +94,12 @@ MODEL_AND_DATA: Meanings = {
     **becomes("max_model_len", max_length=lambda run: run.facts.context),
     **by_mrl("train_dataset dataset_name dataset_config dataset_split prompt_column rename max_samples"),
     **by_mrl("prompt_format system_prompt"),
+    **becomes(
+        "chat_template_kwargs",
+        RL,
+        chat_template_kwargs=lambda run: run["chat_template_kwargs"] or None,
+        advice="only grpo and rloo hand them to the template",
+    ),
     **becomes("shuffle", shuffle_dataset=lambda run: run["shuffle"], train_sampling_strategy=_sampling_order),
     **by_mrl("eval_dataset eval_split eval_samples", ALL - {"online_dpo"}),
     **becomes(

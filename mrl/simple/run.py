@@ -89,7 +89,7 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
         if part and rewards is not None:
             check_rewards(rewards, part, config)
     context = context_length(load_config(config.model), config.model.max_model_len)
-    encoder = PromptEncoder(load_tokenizer(config.model), config.data.prompt_format, config.data.system_prompt)
+    encoder = PromptEncoder.of(load_tokenizer(config.model), config.data)
     if spec.online:
         _check_lengths([tasks, eval_tasks], encoder, context, config)
     else:

@@ -95,7 +95,7 @@ class SimpleWorker:
         )
         values = trl_options(config, spec, facts)
         tokenizer = load_tokenizer(config.model)
-        encoder = PromptEncoder(tokenizer, config.data.prompt_format, config.data.system_prompt)
+        encoder = PromptEncoder.of(tokenizer, config.data)
         model = (load_classifier if spec.classifier else load_model)(config.model).train()
         model.name_or_path = self.base_name or model.name_or_path
         eos_ids = _eos_ids(model, tokenizer)

@@ -58,6 +58,7 @@ OWN = {
     "reward_timeout": 7.0,
     "prompt_format": "chat",
     "system_prompt": "Be brief.",
+    "chat_template_kwargs": {"enable_thinking": False},
     "max_completion_length": 64,
     "max_model_len": 256,
     "stop": ["\n\n"],
@@ -73,6 +74,7 @@ def test_everything_that_decides_the_score_is_taken_over(record: Any) -> None:
     assert prompts == {
         "prompt_format": "chat",
         "system_prompt": "Be brief.",
+        "chat_template_kwargs": {"enable_thinking": False},
         "max_tokens": 64,
         "max_model_len": 256,
         "dtype": "float32",

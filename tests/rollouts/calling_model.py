@@ -9,12 +9,15 @@ from tests.conftest import build_model
 from tests.rollouts.chat_templates import CHATML
 
 
-def build_calling_model(folder: Path, says: Sequence[str], *, strength: float = 3.0, **changes: object) -> Path:
-    """says: texts that are tokens of their own. strength: how much likelier they and the turn's end are, in nats."""
+def build_calling_model(
+    folder: Path, says: Sequence[str], *, strength: float = 3.0, context: int = 2048, **changes: object
+) -> Path:
+    """says: texts that are tokens of their own. strength: how much likelier they and the turn's end are, in nats.
+    context: tokens that it takes."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    build_model(folder, tied=False, max_position_embeddings=2048, **changes)
+    build_model(folder, tied=False, max_position_embeddings=context, **changes)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(says))
     tokenizer.chat_template = CHATML

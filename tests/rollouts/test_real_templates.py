@@ -130,6 +130,34 @@ def test_calls_of_tools_are_read_and_extended(name: str) -> None:
     assert talk.extended == CALLS[name]
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
+def test_without_thinking_turns_extend_each_other(name: str, known: bool) -> None:
+    """Prompts end with an empty block of thinking, which templates drop from what is past: here it stays as it was.
+
+    Qwen3.5's keeps it until the next user's message, and drops it then: what is past is another text.
+    """
+    off = {"enable_thinking": False}
+    tokenizer = tokenizer_of(name)
+    chat: ChatFormat = chat_format(tokenizer, off)
+    assert isinstance(chat, KnownChat)
+    chat = chat if known else chat.template
+    asked: list[Message] = [{"role": "user", "content": "ask"}]
+    talk, engine = Conversation(chat, asked, TOOLS), Engine()
+    prompt = tokenizer.apply_chat_template(asked, tools=TOOLS, add_generation_prompt=True, tokenize=False, **off)
+    assert tokenizer.decode(talk.next_prompt()) == prompt
+    assert str(prompt).rstrip().endswith("</think>")
+    for number in range(3):
+        ids = tokenizer("hello", add_special_tokens=False)["input_ids"]
+        turn = engine.complete(talk, [*ids, tokenizer.eos_token_id])
+        assert (turn.content, turn.reasoning or "") == ("hello", "")
+        role = "user" if number else "tool"
+        talk.add({"role": role, "name": "look_up", "content": f"more {number}"})
+        assert tokenizer.decode(talk.next_prompt()).rstrip().endswith("</think>")
+    check_record(talk, engine)
+    assert talk.extended == (2 if known or name == "qwen3" else 1)
+
+
 @pytest.mark.parametrize("name", ["idefics3", "llava_next"])
 def test_templates_that_take_no_text_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENDS, name, "<end_of_utterance>")

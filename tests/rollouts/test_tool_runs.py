@@ -119,6 +119,23 @@ def test_reward_functions_look_at_environments(guesser: str, tmp_path: Path) -> 
     assert len({id(environment) for environment in seen}) < len(seen) == 12, "instances are used again"
 
 
+def test_there_are_no_more_environments_than_attempts_at_a_time(guesser: str, tmp_path: Path) -> None:
+    """As for a list of servers, each of which takes one connection."""
+    servers = iter("abc")
+
+    class Connects(Guess):
+        def __init__(self) -> None:
+            self.server = next(servers)
+
+    def found(environments: list[Guess], **_: Any) -> list[float]:
+        assert len({id(environment) for environment in environments}) == 3
+        return [float(environment.found) for environment in environments]
+
+    made = options(environment_factory=Connects, reward_funcs=found, max_concurrent_rollouts=3, max_steps=1)
+    assert small_runs.run(guesser, tmp_path / "r", **made).status == "finished"
+    assert [row["error"] for row in rollouts(tmp_path / "r") if row["status"] != "ok"] == []
+
+
 def test_tools_alone_need_a_reward_function(guesser: str, tmp_path: Path) -> None:
     def calls(completions: list[Any], **_: Any) -> list[float]:
         return [float(sum(m["role"] == "tool" for m in completion)) for completion in completions]
@@ -128,6 +145,33 @@ def test_tools_alone_need_a_reward_function(guesser: str, tmp_path: Path) -> Non
     assert result.status == "finished"
     errors = [m["content"] for row in rollouts(tmp_path / "r") for m in row["messages"] if m["role"] == "tool"]
     assert set(errors) == {"{'error': 'Tool guess not found.'}"}
+
+
+def test_an_environment_that_makes_its_tasks_needs_no_dataset(guesser: str, tmp_path: Path) -> None:
+    made: list[Own] = []
+
+    class Own(Guess):
+        closed = False
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def reset(self, **columns: Any) -> str:
+            assert columns == {}
+            super().reset(secret=2)
+            return "Guess a number from 0 to 3."
+
+        def close(self) -> None:
+            self.closed = True
+
+    given = options(environment_factory=Own, train_dataset=None, max_steps=1)
+    result = small_runs.run(guesser, tmp_path / "r", **given)
+    assert result.status == "finished"
+    rows = rollouts(tmp_path / "r")
+    assert len(rows) == 2 * 3
+    assert {row["messages"][0]["content"] for row in rows} == {"Guess a number from 0 to 3."}
+    assert made
+    assert all(one.closed for one in made), "at the end of the run"
 
 
 @pytest.mark.parametrize("mode", [pytest.param("pipeline", marks=pytest.mark.slow), "queue"])
@@ -174,6 +218,14 @@ def test_a_model_is_evaluated_with_an_environment(guesser: str, tmp_path: Path) 
         (
             {"rollout_source": "tools", "environment_factory": None, "reward_funcs": small_runs.distinct},
             "needs tools or environment_factory",
+        ),
+        (
+            {"train_dataset": None, "max_steps": -1},
+            "no dataset: where the environment makes its tasks itself, max_steps",
+        ),
+        (
+            {"train_dataset": None, "environment_factory": {"a": Guess}},
+            "no dataset: with several environments it needs a column 'environment'",
         ),
         ({"environment_factory": {"a": Guess}}, "the column 'environment' has None"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from mrl.data.tasks import rows_to_tasks
 from mrl.errors import ConfigError, DataError, EnvError
 from mrl.rollouts import TurnLimits
 from mrl.rollouts.runner import Runner
+from mrl.rollouts.tools import environments
 from mrl.rollouts.tools.source import ToolSource
 from mrl.types import Rollout, Task
 from tests.rollouts.scripted import Scripted, call, setup
@@ -178,7 +181,9 @@ async def test_a_tool_that_says_too_much_fails_the_rollout_by_name() -> None:
     assert group.rollouts[0].status == "failed"
     assert "read (" in group.rollouts[0].error
     assert "test_tools.py:" in group.rollouts[0].error
-    assert "returned 10,000,000 characters, more than 1,000,000" in group.rollouts[0].error
+    assert (
+        "returned 10,000,000 characters, and max_model_len leaves room for 320,000 at most" in group.rollouts[0].error
+    )
 
 
 async def test_a_slow_tool_ends_the_attempt() -> None:
@@ -271,6 +276,7 @@ async def test_an_instance_that_broke_is_not_used_again() -> None:
     (group,) = await Runner(source, Scripted(["x"])).run([Task("a", ASK)], 2, seed=0)
     assert {rollout.error for rollout in group.rollouts} == {"ConnectionError: gone"}
     assert Breaks.made == 2
+    assert await source.close() == []
     assert source.environments.free[None] == []
 
 
@@ -386,6 +392,137 @@ async def test_step_rewards_are_numbers() -> None:
         ToolSource.create(setup(), environment_factory=Method)
 
 
+class Closes(Counter):
+    """Notes how often it was closed, and on which thread."""
+
+    closed: list[bool]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = []
+        Closes.instances.append(self)
+
+    def close(self) -> None:
+        self.closed.append(threading.get_ident() == self.thread)
+
+    instances: list[Any] = []  # noqa: RUF012
+
+
+async def test_environments_are_closed_at_the_end_and_where_they_broke() -> None:
+    Closes.instances.clear()
+    source = ToolSource.create(setup(), environment_factory=Closes)
+    policy = Scripted([call("close"), "done"], seconds=0.01)
+    (group,) = await Runner(source, policy).run([Task("a", ASK)], 3, seed=0)
+    assert results(group.rollouts[0]) == ["{'error': 'Tool close not found.'}"], "it is no tool"
+    assert [one.closed for one in Closes.instances] == [[], [], []]
+    assert await source.close() == []
+    assert [one.closed for one in Closes.instances] == [[True], [True], [True]]
+    await source.run(Task("b", ASK), 0, policy, 1)
+    assert len(Closes.instances) == 4, "another one is made after that"
+    assert await source.close() == []
+
+
+async def test_environments_that_do_not_close_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asks(Counter):
+        async def close(self) -> None:
+            raise ConnectionError("gone already")
+
+    class Hangs(Counter):
+        def close(self) -> None:
+            released.wait(30)
+
+    released = threading.Event()
+    monkeypatch.setattr(environments, "CLOSE_SECONDS", 0.1)
+    source = ToolSource.create(setup(), environment_factory={"asks": Asks, "hangs": Hangs})
+    problems = sorted(await source.close())
+    released.set()
+    assert re.search(r"Asks.close \(.*test_tools.py:\d+\) raised ConnectionError: gone already", problems[0])
+    assert re.search(r"Hangs.close \(.*:\d+\) took longer than 0.1 s, and was left alone", problems[1])
+
+
+async def test_close_with_arguments_is_a_tool() -> None:
+    class Doors(Counter):
+        def close(self, door: str) -> str:
+            """
+            Closes a door.
+
+            Args:
+                door: Which.
+            """
+            return f"{door} is closed"
+
+    source = ToolSource.create(setup(), environment_factory=Doors)
+    rollout = await source.run(Task("t", ASK), 0, Scripted([call("close", '{"door": "A"}'), "done"]), 1)
+    assert results(rollout) == ["A is closed"]
+    assert await source.close() == []
+
+
+async def test_an_environment_may_own_the_tasks() -> None:
+    seen = []
+
+    class Owns(Counter):
+        def reset(self, **columns: Any) -> str | None:
+            seen.append(columns)
+            super().reset()
+            return "Count." if columns.get("say", True) else None
+
+    source = ToolSource.create(setup(), environment_factory=Owns)
+    tasks = rows_to_tasks([{}, {}, {"say": False}], "rows", need_prompts=False)
+    (first, _, silent) = await Runner(source, Scripted(["done"])).run(tasks, 1, seed=0)
+    assert first.rollouts[0].messages[0] == {"role": "user", "content": "Count."}
+    assert seen[0] == {}
+    assert re.search(
+        r"Owns.reset \(.*:\d+\) returned None, and task '.*' has no prompt either", silent.rollouts[0].error
+    )
+
+
+@pytest.mark.parametrize("said", [5, {"board": 1}, 2.5])
+async def test_a_reset_that_returns_no_text_is_named(said: Any) -> None:
+    class Odd(Counter):
+        def reset(self, **columns: Any) -> Any:
+            return said
+
+    with pytest.raises(EnvError, match=r"Odd.reset \(.*test_tools.py:\d+\) returned .*, of type \w+: it returns text"):
+        await attempt(Scripted(["done"]), environment_factory=Odd)
+
+
+async def test_an_observation_of_10_mb_is_named() -> None:
+    class Large(Counter):
+        def reset(self, **columns: Any) -> str:
+            return "x" * 10_000_000
+
+    with pytest.raises(EnvError, match=r"Large.reset \(.*:\d+\) returned 10,000,000 characters, and max_model_len"):
+        await attempt(Scripted(["done"]), environment_factory=Large)
+
+
+async def test_an_exception_of_10_mb_is_cut() -> None:
+    rollout = await attempt(Scripted([call("fail", '{"why": "%s"}' % ("x" * 9000)), "done"]), tools=[fail])
+    assert len(results(rollout)[0]) < 4100
+
+
+async def test_a_factory_that_fails_later_fails_the_attempt_by_name() -> None:
+    urls = iter(["one"])
+
+    class Connects(Counter):
+        def __init__(self) -> None:
+            self.url = next(urls)
+            super().__init__()
+
+    source = ToolSource.create(setup(), environment_factory=Connects)
+    (group,) = await Runner(source, Scripted(["x"], seconds=0.01)).run([Task("a", ASK)], 2, seed=0)
+    assert [rollout.status for rollout in group.rollouts] == ["ok", "failed"]
+    assert re.search(r"Connects \(.*:\d+\) could not be made: RuntimeError: StopIteration", group.rollouts[1].error)
+
+
+async def test_one_object_for_all_is_refused() -> None:
+    class Shared(Counter): ...
+
+    shared = Shared()
+    source = ToolSource.create(setup(), environment_factory=lambda: shared)
+    (group,) = await Runner(source, Scripted(["x"], seconds=0.01)).run([Task("a", ASK)], 2, seed=0)
+    assert "gave an object that another attempt has" in group.rollouts[1].error
+
+
 def test_columns_that_reset_needs_are_looked_for_before_the_run() -> None:
     class Needs(Counter):
         def reset(self, goal: int, level: int) -> None: ...  # type: ignore[override]
@@ -429,6 +566,26 @@ class NoTypes(Counter):
         """
 
 
+def several(*numbers: int) -> int:
+    """
+    Adds them.
+
+    Args:
+        numbers: Which.
+    """
+    return sum(numbers)
+
+
+class Praises(Counter):
+    def get_reward(self) -> str:  # type: ignore[override]
+        return "well done"
+
+
+class Scores(Counter):
+    def reset(self, **columns: Any) -> int:  # type: ignore[override]
+        return 3
+
+
 class Raises(Counter):
     def __init__(self) -> None:
         raise OSError("no server")
@@ -443,6 +600,9 @@ class Raises(Counter):
         ({"tools": [add, add]}, r"two tools are called 'add'"),
         ({"tools": ["no.py:x"]}, r"'no.py:x' does not import: FileNotFoundError"),
         ({"tools": ["nonsense"]}, r"'nonsense' is not of the form"),
+        ({"tools": [several]}, r"several \(.*:\d+\) takes \*numbers: a call names its arguments"),
+        ({"environment_factory": Praises}, r"Praises.get_reward \(.*:\d+\) says that it returns str: .* a number"),
+        ({"environment_factory": Scores}, r"Scores.reset \(.*:\d+\) says that it returns int: it has to be text"),
         ({"environment_factory": NoReset}, r"NoReset \(.*:\d+\) has no method `reset`"),
         ({"environment_factory": NoTypes}, r"NoTypes.down \(.*:\d+\) cannot be told to the model"),
         ({"environment_factory": {"x": Raises}}, r"environment_factory, 'x': Raises .* no server"),

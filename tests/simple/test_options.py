@@ -45,6 +45,7 @@ OTHER: dict[str, Any] = {
     "shuffle": (False, {}),
     "prompt_format": ("text", {}),
     "system_prompt": ("be brief", {}),
+    "chat_template_kwargs": ({"enable_thinking": False}, {}),
     "learning_rate": (0.1, {}),
     "lr_scheduler_type": ("cosine", {}),
     "warmup_steps": (3, {}),
@@ -177,6 +178,7 @@ OTHER: dict[str, Any] = {
 EXPECTED: dict[str, dict[str, Any]] = {
     # What the value above becomes in TRL's GRPOConfig.
     "trust_remote_code": {"trust_remote_code": True},
+    "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
     "shuffle": {"shuffle_dataset": False},
     "learning_rate": {"learning_rate": 0.1},
     "lr_scheduler_type": {"lr_scheduler_type": "cosine"},

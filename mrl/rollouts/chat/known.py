@@ -69,14 +69,31 @@ def known_chat(tokenizer: PreTrainedTokenizerBase, template: TemplateChat) -> Kn
     """The tokenizer's format by a renderer that writes the same; None where there is none."""
     import renderers
 
-    wanted = [(case, _by_template(template, *case)) for case in _TRIALS]
+    plain = TemplateChat(tokenizer) if template.kwargs else template
+    wanted = [(case, _by_template(plain, *case)) for case in _TRIALS]
     if all(ids is None for _, ids in wanted):
         return None
     for name in _CONFIGS:
-        renderer = _made(tokenizer, getattr(renderers, name))
+        config = getattr(renderers, name)
+        renderer = _made(tokenizer, config, {})
         if renderer is not None and all(ids is None or _renders(renderer, *case) == ids for case, ids in wanted):
-            return KnownChat(renderer, template)
+            return KnownChat(renderer, template) if not template.kwargs else _with_kwargs(tokenizer, config, template)
     return None
+
+
+def _with_kwargs(tokenizer: PreTrainedTokenizerBase, config: Any, template: TemplateChat) -> KnownChat | None:
+    """The same renderer with the template's arguments; None where it has others, or begins a conversation otherwise.
+
+    Only first prompts have to be alike: with thinking off, renderers keep the empty block that a prompt ends with in
+    the history, where templates drop it, so that turns extend each other.
+    """
+    if not template.kwargs.keys() <= config.template_field_names():
+        return None
+    renderer = _made(tokenizer, config, template.kwargs)
+    first = [case for case in _TRIALS if all(message["role"] in ("system", "user") for message in case[0])]
+    if renderer is None or any(_by_template(template, *case) != _renders(renderer, *case) for case in first):
+        return None
+    return KnownChat(renderer, template)
 
 
 class KnownChat:
@@ -144,13 +161,13 @@ def _by_template(template: TemplateChat, messages: list[Message], tools: list[To
         return None
 
 
-def _made(tokenizer: PreTrainedTokenizerBase, config: Any) -> Any:
+def _made(tokenizer: PreTrainedTokenizerBase, config: Any, kwargs: dict[str, Any]) -> Any:
     from renderers import create_renderer
 
     if (needed := _NEEDS.get(config.__name__)) is not None and needed not in tokenizer.get_vocab():
         return None
     try:
-        return create_renderer(tokenizer, config())
+        return create_renderer(tokenizer, config(**kwargs))
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, RuntimeError):
         return None  # it needs tokens that this tokenizer lacks, and each says so in a way of its own
 

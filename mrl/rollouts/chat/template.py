@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,14 @@ _TEXTS_KEPT = 128
 class TemplateChat:
     """A tokenizer's chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageWriter | None = None) -> None:
-        """images: of a model that takes them."""
-        self.tokenizer, self.images = tokenizer, images
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kwargs: Mapping[str, Any] | None = None,
+        images: ImageWriter | None = None,
+    ) -> None:
+        """kwargs: what the template gets besides messages and tools. images: of a model that takes them."""
+        self.tokenizer, self.kwargs, self.images = tokenizer, dict(kwargs or {}), images
         self.special = set(tokenizer.all_special_ids)
         said: Message = {"role": "assistant", "content": _SAID}
         _, written, self.turn_end = self._text([_USER, said]).rpartition(_SAID)
@@ -74,6 +80,8 @@ class TemplateChat:
         marked = _marked(past.turn, mark)
         ending = self._ending(past, marked, mark)
         whole = self._text([*past.messages, marked, *new], past.tools, prompt=True)
+        if not whole.startswith(history):
+            history = self._without_prefilled_thinking(history)
         if not whole.startswith(history) or ending is None or whole.count(mark) != 1:
             return None
         if past.turn.reasoning is not None and not past.turn.still_thinking and _THOUGHT not in whole[len(history) :]:
@@ -109,7 +117,9 @@ class TemplateChat:
         try:
             shown: list[Any] | None = tools or None
             return str(
-                self.tokenizer.apply_chat_template(messages, tools=shown, add_generation_prompt=prompt, tokenize=False)
+                self.tokenizer.apply_chat_template(
+                    messages, tools=shown, add_generation_prompt=prompt, tokenize=False, **self.kwargs
+                )
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -188,6 +198,14 @@ class TemplateChat:
             opening, closing = _TAG.search(before.rstrip()), after.partition(_SAID)[0].strip()
             return (opening.group(), closing) if opening and closing else None
         return ("<think>", "</think>") if "</think>" in self._source() else None
+
+    def _without_prefilled_thinking(self, prompt: str) -> str:
+        """A prompt without the empty block of thinking that it ends with, where thinking is off: templates write none
+        for a turn that is past. The policy saw it, and it says nothing, so that it may stay."""
+        if self.thinking is None:
+            return prompt
+        opening, closing = map(re.escape, self.thinking)
+        return re.sub(rf"{opening}\s*{closing}\s*$", "", prompt)
 
     def _source(self) -> str:
         template: Any = self.tokenizer.chat_template

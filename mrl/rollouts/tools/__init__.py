@@ -1,1 +1,5 @@
-"""Tools and environments as TRL takes them: functions, and objects whose methods are tools."""
+"""Tools and environments as TRL takes them: functions, objects whose methods are tools, and MCP servers."""
+
+from mrl.rollouts.tools.mcp_servers import MCPServer
+
+__all__ = ["MCPServer"]

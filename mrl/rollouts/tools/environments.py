@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from mrl.environments import ENVIRONMENTS
 from mrl.errors import ConfigError, EnvError
@@ -19,6 +19,10 @@ from mrl.rollouts.tools.functions import Tool, described, distinct, found
 _NO_TOOLS = ("reset", "get_reward")
 _STEP_REWARD = "step_reward"
 """Attribute of environments that reward each step."""
+CLOSE_SECONDS = 10.0
+"""What an environment may take to close."""
+_RETURNS = {"reset": (int, float, bool, dict, tuple), "get_reward": (str, bytes, list, dict, tuple)}
+"""Types that these methods cannot return, where they say so themselves."""
 
 
 class OwnThread:
@@ -48,6 +52,10 @@ class OwnThread:
                 continue
             try:
                 result = function()
+            except StopIteration as error:  # which nothing can await: a factory's list of servers has run out, e.g.
+                stopped = RuntimeError(f"StopIteration: {error}".rstrip(": "))
+                stopped.__cause__ = error
+                answer.set_exception(stopped)
             except BaseException as error:  # raised again where the answer is awaited
                 answer.set_exception(error)
             else:
@@ -55,7 +63,7 @@ class OwnThread:
             del function, answer, item
 
 
-@dataclass
+@dataclass(eq=False)
 class Environment:
     """An instance, with the thread that it lives on."""
 
@@ -107,6 +115,19 @@ class Environment:
             raise
         return await result if inspect.isawaitable(result) else result
 
+    async def close(self) -> str | None:
+        """Call its `close()`, if it has one, and end its thread. Returns what went wrong, if anything did."""
+        try:
+            if closes(self.instance):
+                await asyncio.wait_for(self.call(self.instance.close), CLOSE_SECONDS)
+        except TimeoutError:
+            return f"{described(self.instance.close)} took longer than {CLOSE_SECONDS:g} s, and was left alone"
+        except Exception as error:  # nothing depends on it any more
+            return f"{described(self.instance.close)} raised {type(error).__name__}: {error}"
+        finally:
+            self.thread.end()
+        return None
+
     async def reward(self) -> float | None:
         """What `get_reward` gives. Raises EnvError for what is no number."""
         value = await self.call(self.instance.get_reward)
@@ -132,10 +153,20 @@ class Environments:
         }
         self.common = common
         self.free: dict[str | None, list[Environment]] = {}
+        self.at_most: int | None = None
+        """Instances of each factory; who needs one more waits."""
+        self._live: list[Environment] = []
+        """Those that were made and not closed."""
+        self._counts = dict.fromkeys(self.factories, 0)
+        """Of each factory, those that are being made included."""
+        self._waiting: list[asyncio.Future[None]] = []
+        self._closing: set[asyncio.Future[None]] = set()
+        self._problems: list[str] = []
         for name, make in self.factories.items():
             if not callable(make):
                 raise ConfigError(f"{_option(name)}: {make!r} cannot be called to make an environment; give a class")
             self.free[name] = [self._checked(name, make)]
+            self._counts[name] = 1
 
     def scores(self) -> bool:
         """Whether every environment gives rewards itself, at the end or by step."""
@@ -155,22 +186,76 @@ class Environments:
 
     async def take(self, key: str | None) -> Environment:
         """One that nobody else uses, not reset yet."""
+        while not self.free[key] and self.at_most is not None and self._counts[key] >= self.at_most:
+            self._waiting.append(asyncio.get_running_loop().create_future())
+            await self._waiting[-1]
         if self.free[key]:
             return self.free[key].pop()
+        self._counts[key] += 1
+        try:
+            return await self._new(key)
+        except BaseException:
+            self._released(key)
+            raise
+
+    async def _new(self, key: str | None) -> Environment:
         thread = OwnThread("mrl-environment")
         try:
             instance = await thread.call(self.factories[key])
-            return Environment(instance, thread, distinct(self._tools(key, instance), _option(key)))
-        except BaseException:
+        except BaseException as error:
             thread.end()
+            if isinstance(error, Exception):
+                raise EnvError(self._not_made(key, error)) from error
             raise
+        if any(instance is environment.instance for environment in self._live):
+            thread.end()
+            raise EnvError(
+                f"{_option(key)}: {described(self.factories[key])} gave an object that another attempt has: it has to "
+                "make a new one each time"
+            )
+        return self._live_one(key, instance, thread)
 
     def give_back(self, key: str | None, environment: Environment, *, usable: bool) -> None:
         """usable: nothing of an attempt is still running on it, and nothing has gone wrong."""
         if usable:
             self.free[key].append(environment)
+            self._wake()
         else:
-            environment.thread.end()
+            self._released(key)
+            closing = asyncio.ensure_future(self._close(environment))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> list[str]:
+        """Close all. Returns what could not be closed. New ones are made if more are needed."""
+        for key, free in self.free.items():
+            free.clear()
+            self._counts[key] = 0
+        await asyncio.gather(*self._closing, *map(self._close, [*self._live]))
+        problems, self._problems = list(dict.fromkeys(self._problems)), []
+        return problems
+
+    async def _close(self, environment: Environment) -> None:
+        if environment not in self._live:
+            return
+        self._live.remove(environment)
+        if problem := await environment.close():
+            self._problems.append(problem)
+
+    def _released(self, key: str | None) -> None:
+        """An instance less."""
+        self._counts[key] = max(self._counts[key] - 1, 0)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
+
+    def _not_made(self, name: str | None, error: Exception) -> str:
+        made = described(self.factories[name])
+        return f"{_option(name)}: {made} could not be made: {type(error).__name__}: {error}"
 
     def _checked(self, name: str | None, make: Callable[[], Any]) -> Environment:
         thread = OwnThread("mrl-environment")
@@ -180,9 +265,7 @@ class Environments:
             instance = answer.result()
         except Exception as error:
             thread.end()
-            raise ConfigError(
-                f"{_option(name)}: {described(make)} could not be made: {type(error).__name__}: {error}"
-            ) from error
+            raise ConfigError(self._not_made(name, error)) from error
         if not callable(getattr(type(instance), "reset", None)):
             thread.end()
             raise ConfigError(
@@ -195,14 +278,21 @@ class Environments:
                 f"{_option(name)}: step_reward of {described(type(instance))} is a method; it is a number, 0 before "
                 "each turn, to which the tools add what they are worth"
             )
-        return Environment(instance, thread, distinct(self._tools(name, instance), _option(name)))
+        for method, kinds in _RETURNS.items():
+            _check_annotation(getattr(instance, method, None), method, kinds, _option(name))
+        return self._live_one(name, instance, thread)
+
+    def _live_one(self, name: str | None, instance: Any, thread: OwnThread) -> Environment:
+        environment = Environment(instance, thread, distinct(self._tools(name, instance), _option(name)))
+        self._live.append(environment)
+        return environment
 
     def _tools(self, name: str | None, instance: Any) -> list[Tool]:
         # Listed on the class: looking at the instance would evaluate its properties.
         names = [
             method
             for method, _ in inspect.getmembers(type(instance), inspect.isfunction)
-            if not method.startswith("_") and method not in _NO_TOOLS
+            if not method.startswith("_") and method not in _NO_TOOLS and not (method == "close" and closes(instance))
         ]
         return [*self.common, *(Tool.of(getattr(instance, method), _option(name)) for method in names)]
 
@@ -222,3 +312,32 @@ def _number(value: Any) -> float | None:
 
 def _option(name: str | None) -> str:
     return "environment_factory" if name is None else f"environment_factory, {name!r}"
+
+
+def closes(instance: Any) -> bool:
+    """Whether it has a `close()` that needs no arguments, which is no tool then."""
+    close = getattr(type(instance), "close", None)
+    if not callable(close):
+        return False
+    try:
+        inspect.signature(instance.close).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_annotation(method: Any, name: str, kinds: tuple[type, ...], option: str) -> None:
+    """Raise ConfigError where a method says that it returns what it cannot."""
+    if method is None:
+        return
+    try:
+        said = get_type_hints(method).get("return")
+    except (NameError, TypeError):  # names that only type checkers see
+        return
+    if (get_origin(said) or said) in kinds:
+        wanted = "a number, or None" if name == "get_reward" else "text, or None"
+        raise ConfigError(f"{option}: {described(method)} says that it returns {_shown(said)}: it has to be {wanted}")
+
+
+def _shown(said: Any) -> str:
+    return said.__name__ if isinstance(said, type) and get_origin(said) is None else str(said)

@@ -9,14 +9,18 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, EnvError
 from mrl.rollouts.chat import ToolSpec
 
-MOST_CHARACTERS = 1_000_000
-"""Of what a tool or an environment may say at once: more fits no context, and takes minutes to tokenise."""
+CHARACTERS_PER_TOKEN = 32
+"""A tool or an environment may say so many characters at once for each token of the context: more fits none, and would
+hold up all attempts while it is made tokens."""
+_UNNAMED: dict[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**", Parameter.POSITIONAL_ONLY: ""}
+"""Parameters that a call cannot name, and what stands before them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,12 @@ class Tool:
         if not callable(function):
             raise ConfigError(f"{option}: {function!r} is no function, but of type {type(function).__name__}")
         try:
+            if unnamed := [p for p in inspect.signature(function).parameters.values() if p.kind in _UNNAMED]:
+                first = f"{_UNNAMED[unnamed[0].kind]}{unnamed[0].name}"
+                raise ConfigError(
+                    f"{option}: {described(function)} takes {first}: a call names its arguments, so each needs a name "
+                    "and a type of its own"
+                )
             spec: ToolSpec = get_json_schema(function)
         except (DocstringParsingException, TypeHintParsingException, AttributeError, ValueError) as error:
             raise ConfigError(
@@ -77,26 +87,27 @@ def found(given: Any, option: str) -> Any:
 def described(function: Any) -> str:
     """Its name and line, for messages."""
     inner = inspect.unwrap(getattr(function, "__func__", function))
-    name = getattr(inner, "__qualname__", None) or repr(function)
+    name = getattr(inner, "__qualname__", None) or repr(inner)
     try:
         return f"{name} ({inspect.getsourcefile(inner)}:{inspect.getsourcelines(inner)[1]})"
     except (TypeError, OSError):
         return str(name)
 
 
-def as_text(said: Any, who: Any) -> str:
+def as_text(said: Any, who: Any, most: int) -> str:
     """What a tool or an environment said, as a message's text: blocks of text joined, all else as `str` has it.
 
-    Raises ValueError for what is too long, and for images.
+    most: characters. Raises EnvError for more, and for images.
     """
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         if other := [part["type"] for part in said if part["type"] != "text"]:
-            raise ValueError(f"{described(who)} returned a part of type {other[0]!r}, and only text is taken")
+            raise EnvError(f"{described(who)} returned a part of type {other[0]!r}, and only text is taken")
         said = "".join(str(part.get("text", "")) for part in said)
     text = said if isinstance(said, str) else str(said)
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(
-            f"{described(who)} returned {len(text):,} characters, more than {MOST_CHARACTERS:,}: shorten what it says"
+    if len(text) > most:
+        raise EnvError(
+            f"{described(who)} returned {len(text):,} characters, and max_model_len leaves room for {most:,} at most: "
+            "shorten what it says"
         )
     return text
 

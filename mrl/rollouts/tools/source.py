@@ -8,19 +8,25 @@ can be read is the last one.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Self
 
 from mrl.data.images import is_image, opened
+from mrl.data.tasks import NO_PROMPT
 from mrl.errors import ConfigError, DataError, EnvError
 from mrl.rollouts.base import PolicyClient, SourceSetup
 from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
 from mrl.rollouts.multi_turn import Step, play
 from mrl.rollouts.tools.content import Content, as_content, joined
 from mrl.rollouts.tools.environments import Environment, Environments, OwnThread, factory_of
-from mrl.rollouts.tools.functions import Tool, as_text, described, distinct, found
+from mrl.rollouts.tools.functions import CHARACTERS_PER_TOKEN, Tool, as_text, described, distinct, found
+from mrl.rollouts.tools.mcp_servers import PREFIX, MCPServer, Session, Sessions
 from mrl.types import Message, Rollout, Task
+
+MOST_OF_ERROR = 4000
+"""Characters of an exception that the policy is told."""
 
 
 class ToolSource:
@@ -30,7 +36,8 @@ class ToolSource:
 
     def __init__(self, setup: SourceSetup, tools: dict[str, Tool], environments: Environments | None) -> None:
         self.setup, self.tools, self.environments = setup, tools, environments
-        self.chat = chat_format(setup.tokenizer, images=setup.encoder.images)
+        self.chat = chat_format(setup.tokenizer, setup.encoder.template_kwargs, images=setup.encoder.images)
+        self._shared_sessions: dict[int, Session] = {}
         self._kept: dict[int, tuple[str | None, Environment, bool]] | None = None
         """By `id` of the rollout; None = nobody looks at them."""
         offered = [tools] + [one.tools for free in environments.free.values() for one in free] if environments else []
@@ -45,7 +52,7 @@ class ToolSource:
         if tools is None and environment_factory is None:
             raise ConfigError("rollout_source: tools needs tools or environment_factory")
         given = [] if tools is None else list(tools) if isinstance(tools, list | tuple) else [tools]
-        made = [Tool.of(found(one, "tools")) for one in given]
+        made = [tool for one in given for tool in _tools(one)]
         environments = None if environment_factory is None else Environments(environment_factory, made)
         return cls(setup, distinct(made, "tools"), environments)
 
@@ -76,18 +83,23 @@ class ToolSource:
 
     async def run(self, task: Task, attempt: int, policy: PolicyClient, seed: int) -> Rollout:
         """One attempt."""
+        most = CHARACTERS_PER_TOKEN * policy.max_model_len
+        sessions = Sessions(self._shared_sessions)
         if self.environments is None:
             thread = OwnThread("mrl-tools")
             try:
-                episode = ToolEpisode(self.setup, task, Environment(None, thread, self.tools), columns=None)
+                environment = Environment(None, thread, self.tools)
+                episode = ToolEpisode(self.setup, task, environment, sessions.bound(self.tools), None, most)
                 return await play(episode, self.chat, self.setup, task, attempt, policy, seed)
             finally:
                 thread.end()
+                await sessions.close()
         key = self.environments.key_of(task.columns)
         environment = await self.environments.take(key)
         usable = kept = False
         try:
-            episode = ToolEpisode(self.setup, task, environment, self._columns(task))
+            tools = sessions.bound(environment.tools)
+            episode = ToolEpisode(self.setup, task, environment, tools, self._columns(task), most)
             rollout = await play(episode, self.chat, self.setup, task, attempt, policy, seed)
             usable = rollout.limit not in ("step_timeout", "rollout_timeout")
             if self._kept is not None:
@@ -96,12 +108,19 @@ class ToolSource:
         finally:
             if not kept:
                 self.environments.give_back(key, environment, usable=usable)
+            await sessions.close()
 
-    def keep_environments(self) -> tuple[Callable[[Rollout], Any], Callable[[Rollout], None]]:
+    def keep_environments(self, at_most: int | None) -> tuple[Callable[[Rollout], Any], Callable[[Rollout], None]]:
         """From now on an environment serves no other attempt until its rollout was scored, so that reward functions may
-        look at it. Returns what gives the instance of a rollout, and what is to be told that it was scored."""
+        look at it. Returns what gives the instance of a rollout, and what is to be told that it was scored.
+
+        at_most: instances, as for a list of servers that has an end. Attempts wait for one then, so that all attempts
+        at a task have to have one at a time. None = as many as are needed.
+        """
         kept: dict[int, tuple[str | None, Environment, bool]] = {}
         self._kept = kept
+        if self.environments is not None:
+            self.environments.at_most = at_most
 
         def environment_of(rollout: Rollout) -> Any:
             held = kept.get(id(rollout))
@@ -114,21 +133,34 @@ class ToolSource:
 
         return environment_of, scored
 
+    async def close(self) -> list[str]:
+        """Close environments, and sessions that attempts share."""
+        await asyncio.gather(*(session.close() for session in self._shared_sessions.values()))
+        return [] if self.environments is None else await self.environments.close()
+
     def _columns(self, task: Task) -> dict[str, Any]:
         """What `reset` gets: the whole row, but for the column that selects the environment."""
         by_column = self.environments is not None and self.environments.by_column
         hidden = {"environment"} if by_column else set()
-        return {"prompt": task.prompt} | {name: value for name, value in task.columns.items() if name not in hidden}
+        prompt = {} if task.prompt == NO_PROMPT else {"prompt": task.prompt}
+        return prompt | {name: value for name, value in task.columns.items() if name not in hidden}
 
 
 class ToolEpisode:
-    """One attempt. columns: for `reset`; None = there is no environment."""
+    """One attempt. columns: for `reset`; None = there is no environment. most: characters it may be told at once."""
 
     def __init__(
-        self, setup: SourceSetup, task: Task, environment: Environment, columns: dict[str, Any] | None
+        self,
+        setup: SourceSetup,
+        task: Task,
+        environment: Environment,
+        tools: dict[str, Tool],
+        columns: dict[str, Any] | None,
+        most: int,
     ) -> None:
-        self.setup, self.task, self.environment, self.columns = setup, task, environment, columns
-        self.tools: list[ToolSpec] = [tool.spec for tool in environment.tools.values()]
+        self.setup, self.task, self.environment, self.columns, self.most = setup, task, environment, columns, most
+        self.by_name = tools
+        self.tools: list[ToolSpec] = [tool.spec for tool in tools.values()]
         self.counts: dict[str, float] = {"tool_calls": 0.0, "tool_errors": 0.0, "malformed_calls": 0.0}
         self.steps = 0
 
@@ -140,11 +172,13 @@ class ToolEpisode:
         reset = self.environment.instance.reset
         observation = await self.environment.call(reset, **opened(accepted(reset, self.columns)))
         if observation is None:
+            if self.task.prompt == NO_PROMPT:
+                raise EnvError(f"{described(reset)} returned None, and task {self.task.id!r} has no prompt either")
             return messages
         if not isinstance(observation, str | list) and not is_image(observation):
             raise EnvError(
-                f"{type(self.environment.instance).__name__}.reset returned a {type(observation).__name__}: it "
-                "returns text, parts with images, or None"
+                f"{described(reset)} returned {_short(observation)}, of type {type(observation).__name__}: it returns "
+                "text, parts with images, or None"
             )
         last = messages[-1]
         if not isinstance(last.get("content"), str | list):
@@ -182,7 +216,7 @@ class ToolEpisode:
         beside = {
             number: asyncio.ensure_future(self._result(call))
             for number, call in enumerate(calls)
-            if (tool := self.environment.tools.get(call.name)) and inspect.iscoroutinefunction(tool.function)
+            if (tool := self.by_name.get(call.name)) and inspect.iscoroutinefunction(tool.function)
         }
         try:
             texts = [await (beside.get(number) or self._result(call)) for number, call in enumerate(calls)]
@@ -193,19 +227,29 @@ class ToolEpisode:
         return list(zip(calls, texts, strict=True))
 
     async def _result(self, call: ToolCall) -> Content:
-        tool = self.environment.tools.get(call.name)
+        tool = self.by_name.get(call.name)
         if tool is None:
             self.counts["tool_errors"] += 1
             return str({"error": f"Tool {call.name} not found."})
         try:
             result = await self.environment.call(tool.function, **call.arguments)
+        except EnvError:  # what the tool needs is gone, which is no answer
+            raise
         except Exception as error:  # whatever it is, the policy is told, and can do better
             self.counts["tool_errors"] += 1
-            return str({"error": str(error)})
+            return str({"error": str(error)[:MOST_OF_ERROR]})
         return self._content(result, tool.function)
 
     def _content(self, said: Any, who: Any) -> Content:
-        return as_content(said, who, as_text, images=self.setup.encoder.images is not None)
+        images = self.setup.encoder.images is not None
+        return as_content(said, who, functools.partial(as_text, most=self.most), images=images)
+
+
+def _tools(given: Any) -> list[Tool]:
+    """A function as a tool; or all that an MCP server has."""
+    if isinstance(given, dict) or (isinstance(given, str) and given.startswith(PREFIX)):
+        given = MCPServer.named(given)
+    return given.tools() if isinstance(given, MCPServer) else [Tool.of(found(given, "tools"))]
 
 
 def accepted(function: Any, columns: dict[str, Any]) -> dict[str, Any]:
@@ -214,6 +258,11 @@ def accepted(function: Any, columns: dict[str, Any]) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return columns
     return {name: value for name, value in columns.items() if name in parameters}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:40] + "…"
 
 
 def _message(call: ToolCall, said: Content) -> Message:
