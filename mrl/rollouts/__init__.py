@@ -7,7 +7,7 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.registry import Registry
-from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource, SourceSetup, TurnLimits, close_source
+from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource, SourceSetup, TurnLimits
 
 ROLLOUT_SOURCES: Registry[type[RolloutSource] | type[BatchSource]] = Registry(
     "rollouts",

@@ -103,3 +103,21 @@ class RolloutSource(Protocol):
         has to end.
         """
         ...
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A source that needs all prompts of a step at once."""
+
+    @classmethod
+    def create(cls, setup: SourceSetup, **options: Any) -> Self:
+        """As a RolloutSource's."""
+        ...
+
+    async def collect(self, tasks: list[Task], policy: PolicyClient, n: int, seed: int) -> list[Group]:
+        """`n` rollouts of every task, in the tasks' order. Failed ones are among them; an exception ends the run.
+
+        With a parameter `state` it also gets what reward functions get as `trainer_state`. Several calls may be under
+        way, where a step takes the groups that end first.
+        """
+        ...

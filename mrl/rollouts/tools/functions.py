@@ -19,6 +19,8 @@ from mrl.rollouts.chat import ToolSpec
 CHARACTERS_PER_TOKEN = 32
 """A tool or an environment may say so many characters at once for each token of the context: more fits none, and would
 hold up all attempts while it is made tokens."""
+MOST_CHARACTERS = 1_000_000
+"""The same where the context is not known."""
 _UNNAMED: dict[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**", Parameter.POSITIONAL_ONLY: ""}
 """Parameters that a call cannot name, and what stands before them."""
 
@@ -94,21 +96,21 @@ def described(function: Any) -> str:
         return str(name)
 
 
-def as_text(said: Any, who: Any, most: int) -> str:
+def as_text(said: Any, who: Any, most: int | None = None) -> str:
     """What a tool or an environment said, as a message's text: blocks of text joined, all else as `str` has it.
 
-    most: characters. Raises EnvError for more, and for images.
+    most: characters that the context has room for; None = it is not known. Raises EnvError for more, and for images.
     """
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         if other := [part["type"] for part in said if part["type"] != "text"]:
             raise EnvError(f"{described(who)} returned a part of type {other[0]!r}, and only text is taken")
         said = "".join(str(part.get("text", "")) for part in said)
     text = said if isinstance(said, str) else str(said)
-    if len(text) > most:
-        raise EnvError(
-            f"{described(who)} returned {len(text):,} characters, and max_model_len leaves room for {most:,} at most: "
-            "shorten what it says"
+    if len(text) > (MOST_CHARACTERS if most is None else most):
+        room = (
+            f"more than {MOST_CHARACTERS:,}" if most is None else f"and max_model_len leaves room for {most:,} at most"
         )
+        raise EnvError(f"{described(who)} returned {len(text):,} characters, {room}: shorten what it says")
     return text
 
 
