@@ -1,4 +1,4 @@
-"""A policy learns to use tools: for the age of somebody's teacher it asks who that is, then the age, then answers.
+"""A policy is to learn to use tools: for the age of somebody's teacher it asks who that is, then the age, then answers.
 
 A beginner that knows the tools and calls any of them is built first, in a minute (`mrl.starter.beginner`); then it is
 trained on whether its answer is right, or with --step-rewards on what each step is worth.
@@ -138,7 +138,7 @@ def careless_demonstrations(count: int, rng: random.Random) -> list[list[dict]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lessons", type=int, default=300, help="steps of the supervised phase")
+    parser.add_argument("--lessons", type=int, default=250, help="steps of the supervised phase")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--step-rewards", action="store_true", help="rewards for each step, and none at the end")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A policy learns to search: it guesses a number, is told "too small" or "too large", and guesses again.
+"""A policy is to learn to search: it guesses a number, is told "too small" or "too large", and guesses again.
 
 A beginner that guesses anything is built first, in half a minute (`mrl.starter.beginner`); then it is trained on
 whether it finds the number with five guesses, or with --step-rewards on what each guess rules out.
@@ -73,12 +73,11 @@ def tasks(players) -> list[dict]:
 
 
 def careless_games(count: int, rng: random.Random) -> list[list[dict]]:
-    """Of somebody who listens once in ten guesses."""
+    """Of somebody who does not listen."""
     game = Game()
 
     def move():
-        numbers = sorted(game.left) if rng.random() < 0.1 else range(1, NUMBERS + 1)
-        return "done" if game.found else ("guess", {"number": rng.choice(numbers)})
+        return "done" if game.found else ("guess", {"number": rng.randint(1, NUMBERS)})
 
     rows = rng.choices(tasks(PLAYERS[:8]), k=count)
     return [demonstrate(game, row["prompt"], row, move, GUESSES) for row in rows]
