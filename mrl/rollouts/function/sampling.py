@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from mrl.data.images import pictures_in
 from mrl.system.gather import all_of
 from mrl.types import GenerateRequest, Message, SamplingParams, derive_seed
 
@@ -167,6 +168,8 @@ class Sampler:
         if isinstance(prompt, str):
             ids = list(self.setup.tokenizer(prompt)["input_ids"])
         elif prompt and isinstance(prompt[0], dict):
+            if pictures_in(prompt):
+                raise RefusedRequest("prompts: one has images, and rollout functions take none")
             ids = self.setup.encoder.encode(prompt)
         else:
             ids = list(prompt)
