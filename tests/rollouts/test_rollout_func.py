@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mrl.config import OrchestratorConfig
-from mrl.errors import ConfigError, RolloutError, WorkerDied
+from mrl.errors import ConfigError, DataError, RolloutError, WorkerDied
 from mrl.rollouts.function import generate_rollout_completions
 from mrl.rollouts.function.source import FunctionSource, form_of
 from mrl.rollouts.runner import Runner
@@ -438,6 +438,16 @@ def test_the_same_call_gives_the_same_rollouts() -> None:
 def test_a_task_twice_in_a_step_gets_further_attempts() -> None:
     groups = collect(sampled, [TASKS[0], TASKS[0]], n=2)
     assert [rollout.id for group in groups for rollout in group.rollouts] == ["a#0", "a#1", "a#2", "a#3"]
+
+
+def test_images_are_refused() -> None:
+    """Before anything runs where the dataset has them, and where a function asks with one of its own."""
+    picture = {"type": "image", "image": "data:image/png;base64,AAAA"}
+    prompt = [{"role": "user", "content": [picture, {"type": "text", "text": "what is it?"}]}]
+    with pytest.raises(DataError, match="task 'p' has images"):
+        source(sampled).check_tasks([Task("p", prompt)])
+    rollouts = collect(lambda prompts, trainer: sampled([prompt] * len(prompts), trainer))[0].rollouts
+    assert "one has images, and rollout functions take none" in (rollouts[0].error or "")
 
 
 def test_a_system_prompt_makes_messages_of_text() -> None:

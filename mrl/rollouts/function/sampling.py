@@ -167,6 +167,8 @@ class Sampler:
         if isinstance(prompt, str):
             ids = list(self.setup.tokenizer(prompt)["input_ids"])
         elif prompt and isinstance(prompt[0], dict):
+            if has_images(prompt):
+                raise RefusedRequest("prompts: one has images, and rollout functions take none")
             ids = self.setup.encoder.encode(prompt)
         else:
             ids = list(prompt)
@@ -196,6 +198,13 @@ class Sampler:
         version = said.policy_version
         versions = version if isinstance(version, list) else [version] * len(said.token_ids)
         return Sampled(list(prompt), said.token_ids, said.logprobs, versions)
+
+
+def has_images(messages: list[Message]) -> bool:
+    """Whether a part of them is one."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
 
 
 def parsed(fields: dict[str, Any]) -> GenerateBody:

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from mrl.errors import ConfigError, EngineError, RolloutError
+from mrl.errors import ConfigError, DataError, EngineError, RolloutError
 from mrl.rollouts.base import PolicyClient, SourceSetup
 from mrl.rollouts.function.returned import Expected, attempts_of, read_rollouts
-from mrl.rollouts.function.sampling import Sampler, Seeds
+from mrl.rollouts.function.sampling import Sampler, Seeds, has_images
 from mrl.rollouts.function.trainer import Call, RolloutTrainer, call_args
 from mrl.rollouts.runner import ENDS_ALL, failed_rollout
 from mrl.rollouts.tools.environments import OwnThread
@@ -48,6 +48,12 @@ class FunctionSource:
             raise ConfigError("rollout_source: rollout_func needs a rollout_func")
         function = found(rollout_func, "rollout_func")
         return cls(setup, function, form_of(function))
+
+    def check_tasks(self, tasks: list[Task]) -> None:
+        """Raise DataError for prompts with images, which rollout functions have no way to hand on."""
+        for task in tasks:
+            if has_images(self.setup.encoder.messages(task.prompt)):
+                raise DataError(f"task {task.id!r} has images, and a rollout_func takes none; leave one of the two out")
 
     def seed_of(self, prompt_ids: tuple[int, ...]) -> int:
         """The seed of the next completion of a prompt that is asked for, by the call under way where there is one."""
