@@ -146,7 +146,7 @@ def load_model(
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
     if before_moving is not None:
         before_moving(model)
-    model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
+    model.to(pick_device(config.device))
     return model.eval()
 
 
@@ -178,7 +178,7 @@ def load_processor(config: ModelConfig) -> ProcessorMixin | None:
             return None
     try:
         with _explained(config.model, "what it makes of images"):
-            processor: ProcessorMixin = made_by.from_pretrained(
+            processor: Any = made_by.from_pretrained(
                 source,
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,

@@ -216,7 +216,9 @@ def _leave_images(features: Any) -> bool:
     if isinstance(features, datasets.Image):
         features.decode = False
         return True
-    inner = features.values() if isinstance(features, dict) else features if isinstance(features, list) else ()
+    inner: Iterable[Any] = (
+        features.values() if isinstance(features, dict) else features if isinstance(features, list) else ()
+    )
     if hasattr(features, "feature"):
         inner = (features.feature,)
     found = [_leave_images(feature) for feature in inner]  # all of them, also after the first

@@ -178,7 +178,7 @@ class ImageModel:
         embeddings_BTH = embed(to_device(device, torch.from_numpy(keys_BT.clip(min=0).astype(np.int64))))
         place_P = np.flatnonzero(keys_BT < 0)
         if not len(place_P):
-            return embeddings_BTH  # type: ignore[no-any-return]
+            return embeddings_BTH
         tables, row_P, begin = [], np.empty(len(place_P), dtype=np.int64), {}
         length = 0
         for at, key in enumerate(keys_BT.flat[place_P].tolist()):
@@ -208,7 +208,7 @@ class ImageModel:
         ids_1T = torch.tensor([[self.reader.token_id if key < 0 else key for key in whole]])
         kinds_1T = torch.tensor([[int(key < 0) for key in whole]], dtype=torch.int32)
         positions_31T, _ = causal_lm.model.get_rope_index(ids_1T, mm_token_type_ids=kinds_1T, image_grid_thw=grid)
-        return positions_31T[:, 0, : len(keys)]  # type: ignore[no-any-return]
+        return positions_31T[:, 0, : len(keys)]
 
     @torch.no_grad()
     def _check(self, causal_lm: Any) -> None:

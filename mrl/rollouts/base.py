@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from mrl.types import Completion, GenerateRequest, Rollout, SamplingParams, Task, TokenSequence
+from mrl.types import Completion, GenerateRequest, Group, Rollout, SamplingParams, Task, TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -85,9 +85,9 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
         loggers(scorers),
         evaluates=bool(eval_total),
     )
-    for part in (tasks, eval_tasks):
-        if part and rewards is not None:
-            check_rewards(rewards, part, config)
+    for attempted in (tasks, eval_tasks):
+        if attempted and rewards is not None:
+            check_rewards(rewards, attempted, config)
     context = context_length(load_config(config.model), config.model.max_model_len)
     encoder = PromptEncoder.of(load_tokenizer(config.model), config.data)
     if spec.online:

@@ -22,7 +22,7 @@ class ImageWriter:
 
     def __init__(self, processor: ProcessorMixin) -> None:
         self.processor: Any = processor
-        self.token: str = self.processor.image_token
+        self.token: str = processor.image_token  # type: ignore[attr-defined]  # of those that take images
         self._written: dict[tuple[int, int], str] = {}
         """By height and width."""
         self._ids: dict[str, list[int]] = {}
