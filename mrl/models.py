@@ -200,7 +200,7 @@ def image_token_id(processor: Any) -> int:
     return found
 
 
-def _processor_class(model_config: Any) -> type[ProcessorMixin] | None:
+def _processor_class(model_config: Any) -> Any:
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
