@@ -22,7 +22,7 @@ from mrl.config.simple import SimpleConfig
 from mrl.config.training import TrainingConfig
 from mrl.errors import ConfigError
 
-EACH = ("reward_funcs",)
+EACH = ("reward_funcs", "tools")
 """Options that are lists of names, mappings and objects; other lists of mappings are datasets."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mrl.config.section import Section, changed_options
 from mrl.errors import ConfigError
@@ -52,15 +52,6 @@ class RolloutConfig(Section):
     """Seconds one attempt may take. A `single_turn` that takes longer is a failed rollout. None = no limit."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
     """Attempts under way at a time; None = all of a step. With a limit, sampling is not repeatable to the last bit."""
-
-    @field_validator("tools")
-    @classmethod
-    def _servers_are_named(cls, value: Any) -> Any:
-        from mrl.rollouts.tools import MCPServer
-
-        if isinstance(value, list | tuple):
-            return [MCPServer.named(one) if isinstance(one, dict) else one for one in value]
-        return MCPServer.named(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _tools_have_their_source(self) -> Self:

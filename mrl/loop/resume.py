@@ -159,7 +159,9 @@ def check_same_run(run: Path, config: OrchestratorConfig) -> None:
     if now["rollout_source"] == before["rollout_source"]:
         free = getattr(ROLLOUT_SOURCES.get(config.rollout.source), "may_change", ())
         for options in (before, now):
-            options["rollout_options"] = {k: v for k, v in options["rollout_options"].items() if k not in free}
+            kept = options["rollout_options"]
+            if isinstance(kept, dict):  # objects are recorded as a text
+                options["rollout_options"] = {k: v for k, v in kept.items() if k not in free}
     changed = [name for name in now if name not in allowed and _comparable(before.get(name)) != _comparable(now[name])]
     if config.training.lr_scheduler_type != "constant":
         changed += [n for n in ("max_steps", "num_epochs") if n not in config.run.allow_change and before[n] != now[n]]

@@ -122,7 +122,8 @@ def test_export(make_run: Callable[..., Path], root: Path, capsys: pytest.Captur
         for name in ("split", "step", "id", "task_id", "reward", "status", "error", "advantage", "tokens"):
             assert row[name] == rollout[name]
         assert row["messages"] == [{**message, "extra": None} for message in rollout["messages"]]
-        assert row["samples"] == [s | {"policy_version": [s["policy_version"]]} for s in rollout["samples"]]
+        filled = [{"policy_version": [sample["policy_version"]], "media": None} for sample in rollout["samples"]]
+        assert row["samples"] == [sample | more for sample, more in zip(rollout["samples"], filled, strict=True)]
         assert json.loads(row["rewards"]) == rollout["rewards"]
     for rows, count in (("metrics", 6 * 2 + 3), ("events", 6)):
         assert runs(["export", "a", "--format", "parquet", "--rows", rows]) == 0

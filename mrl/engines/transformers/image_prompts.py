@@ -23,7 +23,6 @@ from mrl.types import Completion, GenerateRequest, Media, TokenSequence
 
 if TYPE_CHECKING:
     from mrl.engines.transformers.decode_queue import RequestState
-    from mrl.engines.transformers.model import CausalLM
 
 
 class ImagePrompts:
@@ -85,7 +84,7 @@ class ImagePrompts:
         """The weights are others now."""
         self.tokens.features = {}
 
-    def inputs(self, lm: CausalLM, rows: Sequence[Keys], first_B: Sequence[int], columns: int) -> dict[str, Tensor]:
+    def inputs(self, lm: Any, rows: Sequence[Keys], first_B: Sequence[int], columns: int) -> dict[str, Tensor]:
         """What the model gets instead of ids and positions; nothing where no row has an image.
 
         rows: whole sequences. first_B: the index in its row of each row's token in the first column; below 0, and from
@@ -108,13 +107,13 @@ class ImagePrompts:
             given["position_ids"] = to_device(lm.device, positions_3BT)
         return given
 
-    def shift(self, lm: CausalLM, keys: Keys) -> int:
+    def shift(self, lm: Any, keys: Keys) -> int:
         """How much further on the positions of tokens after `keys` are than their indices."""
         if self.model is None or not self.model.turns:
             return 0
         return int(self._positions(lm, keys).max()) + 1 - len(keys)
 
-    def _positions(self, lm: CausalLM, keys: Keys) -> Tensor:
+    def _positions(self, lm: Any, keys: Keys) -> Tensor:
         assert self.model is not None
         found = self.model.positions(lm.inner, self.tokens, keys)
         return torch.arange(len(keys)).expand(3, -1) if found is None else found
@@ -123,7 +122,7 @@ class ImagePrompts:
 class PositionShift:
     """For rows that decode: how much further on their positions are than their tokens' indices."""
 
-    def __init__(self, lm: CausalLM) -> None:
+    def __init__(self, lm: Any) -> None:
         self.lm = lm
         self.shift_B: Tensor | None = None
         """None = no row has any."""
