@@ -196,10 +196,8 @@ def _plain(value: Any, each: bool = False) -> Any:
     """each: a list is written down item by item, also where the items are mappings."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    if callable(recorded := getattr(value, "recorded", None)) and not isinstance(value, type):  # a reward's object
+    if callable(recorded := getattr(value, "recorded", None)) and not isinstance(value, type):  # a reward, a server
         return recorded()
-    if hasattr(value, "as_option"):
-        return _plain(value.as_option())
     items = value if isinstance(value, (list, tuple)) else None
     if items is not None and (each or all(_is_short(v) for v in items)):
         return [_plain(v) for v in items]
@@ -216,4 +214,4 @@ def _plain(value: Any, each: bool = False) -> Any:
 
 def _is_short(value: Any) -> bool:
     """Whether it is no row of a dataset."""
-    return isinstance(value, (str, int, float)) or callable(value) or hasattr(value, "as_option")
+    return isinstance(value, (str, int, float)) or callable(value) or hasattr(value, "recorded")

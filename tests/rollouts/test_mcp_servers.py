@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config import OrchestratorConfig, RolloutConfig
+from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError, EnvError
 from mrl.rollouts import TurnLimits
 from mrl.rollouts.runner import Runner
@@ -168,9 +168,9 @@ def test_servers_are_in_the_record() -> None:
     config = OrchestratorConfig.from_flat(tools=given)
     recorded = config.to_dict()["rollout"]["tools"]
     assert recorded == [given[0], given[1], {"mcp": "c", "headers": {"Authorization": "$KEY"}}]
-    assert RolloutConfig(tools=recorded).tools == config.rollout.tools
+    assert [MCPServer.named(one) for one in recorded] == [MCPServer.named(one) for one in given[:2]] + [given[2]]
     with pytest.raises(ConfigError, match="a server has no 'port', but mcp, shared, only, env, headers"):
-        RolloutConfig(tools=[{"mcp": "x", "port": 3}])
+        ToolSource.create(setup(), tools=[{"mcp": "x", "port": 3}])
 
 
 def test_variables_of_the_environment_are_put_in(monkeypatch: pytest.MonkeyPatch) -> None:

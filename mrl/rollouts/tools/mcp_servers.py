@@ -71,7 +71,7 @@ class MCPServer:
             raise ConfigError(f"tools: {given!r} names no server; write mcp: and an address or a command")
         return cls(where, **options)
 
-    def as_option(self) -> str | dict[str, Any]:
+    def recorded(self) -> str | dict[str, Any]:
         """What `named` takes."""
         changed = {one.name: getattr(self, one.name) for one in fields(self)[1:] if getattr(self, one.name)}
         return {"mcp": self.where, **changed} if changed else PREFIX + self.where
