@@ -64,7 +64,7 @@ def make_model(folder: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-steps", type=int, default=40)
+    parser.add_argument("--max-steps", type=int, default=60)
     steps = parser.parse_args().max_steps
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
@@ -74,9 +74,9 @@ if __name__ == "__main__":
             reward_funcs=names_it,
             max_steps=steps,
             batch_size=2,
-            num_generations=32,
+            num_generations=64,
             max_completion_length=1,
-            learning_rate=3e-3,
+            learning_rate=1e-3,
             temperature=1.0,
             top_p=1.0,
             num_rollout_workers=1,

@@ -107,8 +107,9 @@ class ActorWorker:
         if self.model_config.use_lora:
             self.model = add_lora(self.model, self.model_config)
         elif self.algorithm.beta > 0:
-            # It shares the policy's configuration, which names the attention function.
-            shared = {id(self.model.config): self.model.config}
+            # It shares the policy's configuration, and the one of the text model in it, which names the attention
+            # function.
+            shared = {id(config): config for config in (self.model.config, self.model.config.get_text_config())}
             self.reference = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,22 @@ from mrl.types import Completion, GenerateRequest, Media, TokenSequence
 
 if TYPE_CHECKING:
     from mrl.engines.transformers.decode_queue import RequestState
+
+
+class Model(Protocol):
+    """What this file needs of a `CausalLM`."""
+
+    @property
+    def inner(self) -> Any:
+        """The model itself."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where input ids go."""
+
+    @property
+    def images(self) -> ImagePrompts | None:
+        """How prompts with images go through it."""
 
 
 class ImagePrompts:
@@ -84,7 +100,7 @@ class ImagePrompts:
         """The weights are others now."""
         self.tokens.features = {}
 
-    def inputs(self, lm: Any, rows: Sequence[Keys], first_B: Sequence[int], columns: int) -> dict[str, Tensor]:
+    def inputs(self, lm: Model, rows: Sequence[Keys], first_B: Sequence[int], columns: int) -> dict[str, Tensor]:
         """What the model gets instead of ids and positions; nothing where no row has an image.
 
         rows: whole sequences. first_B: the index in its row of each row's token in the first column; below 0, and from
@@ -107,13 +123,13 @@ class ImagePrompts:
             given["position_ids"] = to_device(lm.device, positions_3BT)
         return given
 
-    def shift(self, lm: Any, keys: Keys) -> int:
+    def shift(self, lm: Model, keys: Keys) -> int:
         """How much further on the positions of tokens after `keys` are than their indices."""
         if self.model is None or not self.model.turns:
             return 0
         return int(self._positions(lm, keys).max()) + 1 - len(keys)
 
-    def _positions(self, lm: Any, keys: Keys) -> Tensor:
+    def _positions(self, lm: Model, keys: Keys) -> Tensor:
         assert self.model is not None
         found = self.model.positions(lm.inner, self.tokens, keys)
         return torch.arange(len(keys)).expand(3, -1) if found is None else found
@@ -122,7 +138,7 @@ class ImagePrompts:
 class PositionShift:
     """For rows that decode: how much further on their positions are than their tokens' indices."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Model) -> None:
         self.lm = lm
         self.shift_B: Tensor | None = None
         """None = no row has any."""
