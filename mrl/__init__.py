@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         SimpleConfig,
         TrainingConfig,
     )
-    from mrl.config.trl_args import GRPOConfig
     from mrl.errors import MRLError
     from mrl.rollouts.tools import MCPServer
     from mrl.trainer import MRLTrainer, train_simple
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    "GRPOConfig": "mrl.config.trl_args",
     "MRLTrainer": "mrl.trainer",
     "train_simple": "mrl.trainer",
     "MRLError": "mrl.errors",
@@ -54,7 +52,6 @@ _WHERE = {
 __all__ = [
     "AlgorithmConfig",
     "DataConfig",
-    "GRPOConfig",
     "GenerationConfig",
     "MCPServer",
     "MRLError",

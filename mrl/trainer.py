@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from mrl.config import ModelConfig, OrchestratorConfig
 from mrl.config.dialects import in_python
 from mrl.config.keywords import Options
-from mrl.config.trl_args import options_from
 from mrl.errors import ConfigError, DataError, ModelError, MRLError, RewardError
 from mrl.loop.orchestrator import Orchestrator
 from mrl.loop.recorded_run import RecordedRun, RunResult
@@ -37,8 +36,7 @@ class MRLTrainer:
         result = trainer.train()
 
     Takes every option of `OrchestratorConfig` by its flat name (`mrl train --help-all` lists them), or a finished
-    `config`. `model` may be a loaded model of transformers, with its `tokenizer`: a copy of it is trained. `args` may
-    be TRL's GRPOConfig, whose names and defaults then hold; options beside it come first.
+    `config`. `model` may be a loaded model of transformers, with its `tokenizer`: a copy of it is trained.
     Raises ConfigError for options that are unknown, out of range or do not go together.
     """
 
@@ -83,8 +81,6 @@ class MRLTrainer:
 
     def _from_arguments(self) -> OrchestratorConfig:
         options = dict(self._arguments)
-        if (args := options.pop("args", None)) is not None:
-            options = options_from(args) | options
         model, tokenizer = options.get("model"), options.pop("tokenizer", None)
         if model is None or isinstance(model, (str, dict, ModelConfig)):
             if tokenizer is not None:

@@ -18,7 +18,6 @@ TARGET = Path(__file__).parent.parent / "mrl" / "config" / "keywords.py"
 OBJECTS = {
     "model": "str | ModelConfig | dict[str, Any] | PreTrainedModel",
     "tokenizer": "PreTrainedTokenizerBase",
-    "args": "Any",
     "algorithm": "str | AlgorithmConfig | dict[str, Any]",
 }
 """Keywords that are more than an option: objects where the configuration takes names, or an option and a section."""
@@ -48,7 +47,7 @@ def build() -> str:
     for name, kind in sections.items():
         lines.append(f"    # {name}")
         lines += [f"    {option}: {annotation}" for option, annotation in annotations(kind).items()]
-        only_python = ("tokenizer", "args") if name == "model" else ()
+        only_python = ("tokenizer",) if name == "model" else ()
         lines += [f"    {argument}: {OBJECTS[argument]}" for argument in only_python]
     lines.append("    # whole sections")
     lines += [f"    {name}: {kind} | dict[str, Any]" for name, kind in sections.items() if name not in OBJECTS]

@@ -15,7 +15,7 @@ from mrl.errors import ConfigError, DataError, StoreError
 from mrl.loop.replay import replay
 from mrl.store.run import read_rows
 from tests import small_runs
-from tests.vision_models import COLOURS, WORDS, build_llava, image
+from tests.vision_models import COLOURS, WORDS, build_calling_llava, image
 
 SIZES = ((28, 28), (56, 28), (28, 56), (56, 56))
 TASKS = [
@@ -104,19 +104,7 @@ def test_an_adapter_learns_from_images(llava_model: str, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_turns_with_images_on_processes(processes: None, tmp_path: Path) -> None:
     """Requests, samples and weights travel; a policy that mostly calls the tool sees an image each time."""
-    import torch
-
-    from mrl.config import ModelConfig
-    from mrl.models import load_model, load_tokenizer
-
-    folder = build_llava(tmp_path / "model", says=(LOOK,), max_position_embeddings=1024)
-    config = ModelConfig(model=str(folder), device="cpu")
-    model, tokenizer = load_model(config), load_tokenizer(config)
-    with torch.no_grad():  # as in tests/rollouts/calling_model.py
-        head = model.get_output_embeddings().weight
-        model.get_input_embeddings().weight[:, 0], head[:, 0] = 10.0, -1.5
-        head[[tokenizer.convert_tokens_to_ids(LOOK), tokenizer.eos_token_id], 0] = 1.5
-    model.save_pretrained(folder)
+    folder = build_calling_llava(tmp_path / "model", (LOOK,))
     tasks = [{"prompt": [{"role": "user", "content": f"round {n}"}], "colour": c} for n, c in enumerate(COLOURS)]
     turns: dict[str, Any] = {
         "train_dataset": tasks,

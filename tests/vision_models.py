@@ -80,6 +80,23 @@ def build_llava(folder: Path, *, says: tuple[str, ...] = WORDS, **changes: Any) 
     return folder
 
 
+def build_calling_llava(folder: Path, says: tuple[str, ...], *, strength: float = 3.0, context: int = 1024) -> Path:
+    """A LLaVA that mostly says one of these texts, as in tests/rollouts/calling_model.py."""
+    import torch
+
+    from mrl.config import ModelConfig
+    from mrl.models import load_model, load_tokenizer
+
+    config = ModelConfig(model=str(build_llava(folder, says=says, max_position_embeddings=context)), device="cpu")
+    model, tokenizer = load_model(config), load_tokenizer(config)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        model.get_input_embeddings().weight[:, 0], head[:, 0] = 10.0, -strength / 2
+        head[[*tokenizer.convert_tokens_to_ids(list(says)), tokenizer.eos_token_id], 0] = strength / 2
+    model.save_pretrained(folder)
+    return folder
+
+
 def build_qwen(folder: Path, *, says: tuple[str, ...] = WORDS, **changes: Any) -> Path:
     """About 100,000 parameters: three rotary sections, and windows in the vision tower."""
     import torch

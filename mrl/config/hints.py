@@ -87,7 +87,8 @@ _INSTEAD = {
     "rollout": "in it, n is num_generations here, and the rest are options of their own: temperature, top_p, engine …",
     "actor_rollout_ref actor trainer orchestrator": "options here are flat, e.g. num_generations, learning_rate, beta",
     "processing_class": "the tokenizer is the model's own; MRLTrainer takes both as objects: model, tokenizer",
-    "args": "options are options of their own, e.g. learning_rate, batch_size; MRLTrainer takes TRL's GRPOConfig",
+    "args": "options are options of their own, e.g. learning_rate, batch_size; a GRPOConfig goes to "
+    "mrl.trl's GRPOTrainer",
     "peft_config lora_config": "use use_lora: true, with lora_r, lora_alpha, lora_dropout and lora_target_modules",
     "load_in_4bit load_in_8bit quantization_config": "weights are not quantised; use_lora: true needs the least memory",
     "steps_per_generation ppo_mini_batch_size mini_batch_size": "a step is one update on all of its rollouts; "

@@ -42,7 +42,6 @@ class Options(TypedDict, total=False):
     lora_dropout: float
     lora_target_modules: list[str] | None
     tokenizer: PreTrainedTokenizerBase
-    args: Any
     # data
     train_dataset: Any
     dataset_name: str | None

@@ -1,5 +1,6 @@
 """Watches for what goes wrong without ending a run: rollouts without a score, completions that are cut, rewards
-without a signal. Each cause is reported when it is first seen and whenever it has doubled; the end has the sums."""
+without a signal. Each cause is reported when it is first seen and whenever it has doubled; that attempts go on until
+max_turns, once. The end has the sums."""
 
 from __future__ import annotations
 
@@ -89,7 +90,10 @@ class RunWatch:
         cut = [rollout for rollout in rollouts if rollout.truncated]
         if not cut or len(cut) < TRUNCATED * len(rollouts):
             return
-        if count := self._count("truncated", 1):
+        otherwise = sum(rollout.limit != "max_turns" for rollout in cut)
+        usual = otherwise < TRUNCATED * len(rollouts)  # an environment without an end goes on until max_turns
+        count = self._count("max_turns" if usual else "truncated", 1)
+        if count == 1 or (count and not usual):
             limit = self.config.sampled_tokens
             reached = max(rollout.num_tokens for rollout in cut) >= limit
             where = f"after {limit:,} tokens (max_tokens)" if reached else "where the context ends (max_model_len)"

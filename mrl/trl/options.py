@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 
 from mrl.config.hints import named_elsewhere
 from mrl.errors import ConfigError
@@ -59,13 +60,15 @@ _CORRECTIONS = {
     "sequence_mask": "sequence_masked",
 }
 _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
+_HERE = ("0.0.0.0", "127.0.0.1", "localhost")
 
 
 class Given:
-    """TRL's options, of which it is noted which were read."""
+    """TRL's options, of which it is noted which were read. multi_turn, rollout_func: as for `mrl_options`."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, *, multi_turn: bool, rollout_func: bool) -> None:
         self.values = given(args)
+        self.multi_turn, self.rollout_func = multi_turn, rollout_func
         self.read: set[str] = set()
         self.notes: list[str] = []
 
@@ -92,18 +95,16 @@ class Given:
             self.note(name, NOTED[name])
 
 
-def mrl_options(args: Any, *, multi_turn: bool) -> tuple[dict[str, Any], list[str]]:
+def mrl_options(args: Any, *, multi_turn: bool = False, rollout_func: bool = False) -> tuple[dict[str, Any], list[str]]:
     """mrl's options by flat name, and what the user should know of the others. args: a GRPOConfig, this one's or TRL's.
 
-    multi_turn: whether there are tools or environments. Raises ConfigError for what has no meaning here.
+    multi_turn: whether there are tools or environments; rollout_func: whether a function makes the rollouts. Raises
+    ConfigError for what has no meaning here.
     """
-    options = Given(args)
+    options = Given(args, multi_turn=multi_turn, rollout_func=rollout_func)
     made: dict[str, Any] = {name: options[name] for name in SAME}
-    for part in (_sizes, _lengths, _sampling, _loss, _schedule, _engine, _model, _saving, _evaluation, _record):
+    for part in (_sizes, _lengths, _sampling, _loss, _schedule, _turns, _engine, _model, _saving, _evaluation, _record):
         made |= part(options)
-    turns = options["max_tool_calling_iterations"]
-    if multi_turn and turns is not None:
-        made["max_turns"] = turns + 1  # TRL counts rounds of calls, and there is an answer to the last
     options.read |= {"output_dir", "reward_weights"}  # GRPOTrainer's
     options.refuse_the_rest()
     return made, options.notes
@@ -140,7 +141,10 @@ def _sizes(args: Given) -> dict[str, Any]:
     made = {"batch_size": update // group, "num_epochs": int(epochs), "shuffle": bool(args["shuffle_dataset"])}
     if steps > 0:
         made["max_steps"] = -(-steps // args["num_iterations"])  # TRL's are updates
-    if at_once < update:
+    if at_once < update and args.rollout_func:
+        name = "generation_batch_size" if rounds is None else "steps_per_generation"
+        args.note(name, f"the rollout_func is asked once for all {update} completions of an update")
+    elif at_once < update:
         made["max_concurrent_rollouts"] = at_once
     return made
 
@@ -187,6 +191,16 @@ def _schedule(args: Given) -> dict[str, Any]:
     return {"lr_scheduler_type": _SCHEDULES[schedule], "warmup_steps": int(warmup)}
 
 
+def _turns(args: Given) -> dict[str, Any]:
+    rounds = args["max_tool_calling_iterations"]
+    if rounds is None:
+        return {}
+    if not args.multi_turn:
+        args.note("max_tool_calling_iterations", "there are neither tools nor environments")
+        return {}
+    return {"max_turns": rounds + 1}  # TRL counts rounds of calls, and there is an answer to the last
+
+
 def _engine(args: Given) -> dict[str, Any]:
     """Where completions are sampled, and how the difference to the trainer is corrected."""
     names = ("mode", "server_base_url", "server_host", "server_port", "enable_sleep_mode", "gpu_memory_utilization")
@@ -197,10 +211,14 @@ def _engine(args: Given) -> dict[str, Any]:
     if values["mode"] == "server":
         host = "127.0.0.1" if values["server_host"] == "0.0.0.0" else values["server_host"]
         url = values["server_base_url"] or f"http://{host}:{values['server_port']}"
-        args.note(
-            "vllm_mode", f"mrl samples on the server at {url}, started as docs/vllm.md says (engine: vllm-remote)"
-        )
-        return correction | {"engine": "vllm-remote", "vllm_urls": [url]}
+        if args.rollout_func and urlsplit(url).hostname in _HERE:
+            args.note("vllm_mode", f"the run itself is the server that answers the function, at {url} (serve)")
+            correction |= {"serve": f"127.0.0.1:{urlsplit(url).port or 80}"}
+        else:
+            args.note(
+                "vllm_mode", f"mrl samples on the server at {url}, started as docs/vllm.md says (engine: vllm-remote)"
+            )
+            return correction | {"engine": "vllm-remote", "vllm_urls": [url]}
     if find_spec("vllm") is None:
         args.note("use_vllm", "vLLM is not installed here, so mrl samples with its own engine (engine: transformers)")
         return correction

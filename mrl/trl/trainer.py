@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.config import flat_fields
 from mrl.errors import ConfigError
 from mrl.trainer import MRLTrainer
 from mrl.trl.config import GRPOConfig, given
@@ -48,11 +47,13 @@ class GRPOTrainer:
         environment_factory: Any = None,
     ) -> None:
         self.args = GRPOConfig() if args is None else args
-        _refuse(callbacks, optimizers, quantization_config, reward_processing_classes)
+        _refuse(callbacks, optimizers, quantization_config)
         multi_turn = bool(tools) or environment_factory is not None
-        options, notes = mrl_options(self.args, multi_turn=multi_turn)
+        options, notes = mrl_options(self.args, multi_turn=multi_turn, rollout_func=rollout_func is not None)
         values = given(self.args)
         options |= _rewards(reward_funcs, values["reward_weights"])
+        if reward_processing_classes is not None:
+            options["reward_processing_classes"] = reward_processing_classes
         options |= _adapter(peft_config, notes)
         options |= _model(model, processing_class)
         options["train_dataset"] = train_dataset
@@ -63,8 +64,6 @@ class GRPOTrainer:
         if multi_turn:
             options |= {"tools": tools or None, "environment_factory": environment_factory}
         if rollout_func is not None:
-            if "rollout_func" not in flat_fields():
-                raise ConfigError("rollout_func: mrl has rollout sources instead, docs/extending.md")
             options["rollout_func"] = rollout_func
         if values["output_dir"] is not None:
             options["run_dir"] = _run_dir(Path(values["output_dir"]), notes)
@@ -77,7 +76,7 @@ class GRPOTrainer:
         return self.trainer.train()
 
 
-def _refuse(callbacks: Any, optimizers: Any, quantization: Any, processing: Any) -> None:
+def _refuse(callbacks: Any, optimizers: Any, quantization: Any) -> None:
     for callback in callbacks or []:
         kind = callback if isinstance(callback, type) else type(callback)
         if kind.__name__ not in _SHOWS_PROGRESS:
@@ -86,8 +85,6 @@ def _refuse(callbacks: Any, optimizers: Any, quantization: Any, processing: Any)
         raise ConfigError("optimizers: the optimizer is AdamW: adam_beta1, adam_beta2, weight_decay, lr_scheduler_type")
     if quantization is not None:
         raise ConfigError("quantization_config: weights are not quantised; a peft_config needs the least memory")
-    if processing is not None:
-        raise ConfigError("reward_processing_classes: a reward model is called by a function of yours in reward_funcs")
 
 
 def _rewards(functions: Any, weights: list[float] | None) -> dict[str, Any]:
@@ -95,13 +92,6 @@ def _rewards(functions: Any, weights: list[float] | None) -> dict[str, Any]:
     if functions is None or (isinstance(functions, list) and not functions):
         return {}
     functions = list(functions) if isinstance(functions, list | tuple) else [functions]
-    for function in functions:
-        if not callable(function) or hasattr(function, "state_dict"):
-            named = repr(function) if isinstance(function, str) else type(function).__name__
-            raise ConfigError(
-                f"reward_funcs: {named} is a reward model; call it in a function of yours, which gets prompts and "
-                "completions"
-            )
     return {"reward_funcs": functions, "reward_weights": weights or [1.0] * len(functions)}
 
 

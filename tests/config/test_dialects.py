@@ -169,7 +169,7 @@ def test_keywords_are_those_of_the_configuration() -> None:
     spec.loader.exec_module(module)
     made = "run `python scripts/build_keywords.py`: the options have changed"
     assert Path(keywords.__file__).read_text(encoding="utf-8") == module.build(), made
-    named = {*flat_fields(), *OrchestratorConfig.model_fields, "tokenizer", "args"}
+    named = {*flat_fields(), *OrchestratorConfig.model_fields, "tokenizer"}
     assert set(keywords.Options.__annotations__) == named
 
 

@@ -90,3 +90,20 @@ def test_cut_completions_are_told_with_the_limit() -> None:
     said = watched([groups([0.0, 1.0], reason="length")])
     assert said == ["step 1: 2 of 2 completions were cut after 2 tokens (max_tokens) and scored as they were"]
     assert "max_model_len" in watched([groups([0.0, 1.0], reason="length")], max_tokens=9)[0]
+
+
+def test_attempts_until_max_turns_are_told_once_and_other_limits_again() -> None:
+    def cut(*limits: str) -> list[Group]:
+        made = groups([float(number) for number in range(len(limits))])
+        for rollout, limit in zip(made[0].rollouts, limits, strict=True):
+            rollout.limit = limit
+        return made
+
+    said = watched([cut("max_turns", "max_turns", "max_rollout_tokens") for _ in range(20)])
+    assert said == [
+        "step 1: 3 of 3 completions were cut at max_turns (2), max_rollout_tokens (1) and scored as they were"
+    ]
+    said = watched([cut("max_turns", "rollout_timeout") for _ in range(8)])
+    assert [line.split(":")[0] for line in said] == ["step 1", "step 2", "step 4", "step 8"]
+    both = watched([cut("max_turns", "max_turns"), cut("step_timeout", "step_timeout")])
+    assert [line.split(":")[0] for line in both] == ["step 1", "step 2"]

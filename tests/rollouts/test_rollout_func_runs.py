@@ -187,7 +187,7 @@ SCRIPT = """
 import requests
 from datasets import Dataset
 from envs.echo_env import EchoAction, EchoEnv
-from mrl import GRPOConfig, MRLTrainer as GRPOTrainer
+from mrl.trl import GRPOConfig, GRPOTrainer
 
 client = EchoEnv.from_docker_image("echo-env:latest")
 
@@ -214,6 +214,7 @@ trainer = GRPOTrainer(
     rollout_func=rollout_func,
     args=GRPOConfig(
         vllm_mode="server",
+        vllm_server_port=PORT,
         use_vllm=True,
         num_train_epochs=1,
         num_generations=4,
@@ -228,7 +229,6 @@ trainer.train()
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:args")
 def test_a_script_for_trls_first_rollout_functions_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.conftest import build_model
 
@@ -251,11 +251,11 @@ def test_a_script_for_trls_first_rollout_functions_runs(tmp_path: Path, monkeypa
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    monkeypatch.setattr("mrl.config.rollout.SERVE_AT", f"127.0.0.1:{port}")
     monkeypatch.chdir(tmp_path)
     build_model(tmp_path / "Some" / "Model-0.5B", max_position_embeddings=40)
     (tmp_path / "script.py").write_text(SCRIPT.replace("PORT", str(port)))
-    trainer = runpy.run_path("script.py")["trainer"]
+    with pytest.warns(UserWarning, match=f"the run itself is the server that answers the function, at .*:{port}"):
+        trainer = runpy.run_path("script.py")["trainer"].trainer
     rows = rollouts(trainer.run_dir)
     assert len(rows) == 8 * 4
     assert {row["step"] for row in rows} == {1, 2, 3, 4}

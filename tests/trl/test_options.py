@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mrl import MRLTrainer
 from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError
 from mrl.trl import GRPOConfig, GRPOTrainer, RichProgressCallback
@@ -215,6 +216,30 @@ def test_names_that_trl_has_not() -> None:
         config.runname = "a"
 
 
+def test_where_a_function_makes_the_rollouts_the_run_is_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.trl.options.find_spec", lambda name: None)
+    server: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server"}
+    made, notes = mrl_options(GRPOConfig(**server), rollout_func=True)
+    assert (made["serve"], made.get("engine")) == ("127.0.0.1:8000", None)
+    assert notes[0] == (
+        "vllm_mode='server': the run itself is the server that answers the function, at http://127.0.0.1:8000 (serve)"
+    )
+    made, _ = mrl_options(GRPOConfig(vllm_server_base_url="http://localhost:9000/", **server), rollout_func=True)
+    assert made["serve"] == "127.0.0.1:9000"
+    made, _ = mrl_options(GRPOConfig(vllm_server_host="gpu", **server), rollout_func=True)
+    assert (made["engine"], made["vllm_urls"], made.get("serve")) == ("vllm-remote", ["http://gpu:8000"], None)
+    parts = GRPOConfig(gradient_accumulation_steps=2, steps_per_generation=1)
+    made, notes = mrl_options(parts, rollout_func=True)
+    assert "max_concurrent_rollouts" not in made
+    assert notes == ["steps_per_generation=1: the rollout_func is asked once for all 16 completions of an update"]
+
+
+def test_rounds_of_calls_where_nothing_can_be_called() -> None:
+    made, notes = mrl_options(GRPOConfig(max_tool_calling_iterations=3))
+    assert "max_turns" not in made
+    assert notes == ["max_tool_calling_iterations=3: there are neither tools nor environments"]
+
+
 def reward(completions: list[Any], **_: Any) -> list[float]:
     return [0.0 for _ in completions]
 
@@ -229,6 +254,34 @@ def test_rewards_are_added_up(tiny_model: str, tmp_path: Path) -> None:
     assert made.trainer.config.reward.reward_weights == [1.0, 1.0]
     given = trainer(tiny_model, reward_funcs=[reward, reward], args=GRPOConfig(reward_weights=[0.5, 2.0]))
     assert given.trainer.config.reward.reward_weights == [0.5, 2.0]
+
+
+def test_reward_models_are_passed_on(tiny_model: str) -> None:
+    made = trainer(tiny_model, reward_funcs=["some/model", reward], reward_processing_classes=["theirs", None])
+    given = made.trainer.config.reward
+    assert given.reward_funcs == ["some/model", reward]
+    assert (given.reward_processing_classes, given.reward_weights) == (["theirs", None], [1.0, 1.0])
+
+
+def test_a_rollout_function_is_passed_on(tiny_model: str) -> None:
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return {}
+
+    config = trainer(tiny_model, rollout_func=rollout).trainer.config.rollout
+    assert (config.source, config.rollout_func) == ("rollout_func", rollout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="whose class it is")
+def test_a_script_that_takes_only_the_trainer_from_here(tiny_model: str, tmp_path: Path) -> None:
+    import trl
+
+    args = trl.GRPOConfig(str(tmp_path / "r"), use_cpu=True, bf16=False, beta=0.1, num_generations=4, max_steps=3)
+    config = trainer(tiny_model, args=args, rollout_func=lambda prompts, trainer: {}).trainer.config
+    assert (config.algorithm.beta, config.flat()["num_generations"], config.flat()["batch_size"]) == (0.1, 4, 2)
+    assert (config.training.max_steps, config.run.run_dir) == (3, str(tmp_path / "r"))
+    with pytest.raises(ConfigError, match=r"unknown option 'args=.*mrl\.trl's GRPOTrainer"):
+        MRLTrainer(args=args)  # type: ignore[call-arg]
 
 
 def test_a_folder_with_a_run_is_not_written_over(tiny_model: str, tmp_path: Path) -> None:
@@ -257,9 +310,7 @@ def test_an_adapter_and_a_tokenizer(tiny_model: str) -> None:
     [
         ({"callbacks": [print]}, "callbacks: mrl calls no builtin_function_or_method"),
         ({"optimizers": (1, None)}, "optimizers: the optimizer is AdamW"),
-        ({"reward_funcs": "some/model"}, "reward_funcs: 'some/model' is a reward model"),
         ({"quantization_config": 1}, "weights are not quantised"),
-        ({"reward_processing_classes": 1}, "a reward model is called by a function"),
         ({"args": 3}, "args: give a GRPOConfig, not an object of type int"),
         ({"peft_config": 3}, "peft_config: mrl trains LoRA adapters, not int"),
     ],

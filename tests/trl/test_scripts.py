@@ -21,6 +21,7 @@ import pytest
 
 from mrl.store.run import read_rows
 from tests.rollouts.calling_model import build_calling_model
+from tests.vision_models import build_calling_llava
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = os.environ.get("MRL_TRL_EXAMPLES", "")
@@ -54,6 +55,9 @@ NEED_IMAGES = ("browsergym", "carla_vlm", "carla_vlm_gemma")
 
 def written(name: str, arguments: dict[str, Any]) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+SAYS = tuple(written(*call) for call in CALLS)
 
 
 def test_our_own_script(tmp_path: Path) -> None:
@@ -93,16 +97,20 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_calling_model(
-        tmp_path_factory.mktemp("caller"), [written(*call) for call in CALLS], strength=6.0, context=16384
-    )
+    return build_calling_model(tmp_path_factory.mktemp("caller"), SAYS, strength=6.0, context=16384)
+
+
+@pytest.fixture(scope="module")
+def seeing_caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_calling_llava(tmp_path_factory.mktemp("seeing"), SAYS, strength=6.0, context=16384)
 
 
 @pytest.mark.openenv
 @pytest.mark.slow
 @pytest.mark.skipif(not SCRIPTS, reason="MRL_TRL_EXAMPLES names no folder with TRL's scripts")
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_script_of_trls(name: str, url: str, caller: Path, tmp_path: Path) -> None:
+def test_a_script_of_trls(name: str, url: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    caller = request.getfixturevalue("seeing_caller" if name in NEED_IMAGES else "caller")
     (tmp_path / "Qwen").mkdir()  # which multi_env.py names in its text
     (tmp_path / "Qwen" / "Qwen3-1.7B").symlink_to(caller)
     (tmp_path / "prompt.txt").write_text("You play Sudoku.")
@@ -126,4 +134,6 @@ def test_a_script_of_trls(name: str, url: str, caller: Path, tmp_path: Path) -> 
     assert {row["step"] for row in rows} == {1, 2}
     assert [row["error"] for row in rows if row["status"] != "ok"] == []
     said = [message["content"] for row in rows for message in row["messages"] if message["role"] == "tool"]
-    assert any("error" not in str(content) for content in said), "some calls are answered by the environment"
+    answers = [content for content in said if "error" not in str(content)]
+    assert answers, "some calls are answered by the environment"
+    assert any("image" in str(content) for content in answers) == (name in NEED_IMAGES)
