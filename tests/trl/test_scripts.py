@@ -107,7 +107,6 @@ def seeing_caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.openenv
 @pytest.mark.slow
-@pytest.mark.skipif(not SCRIPTS, reason="MRL_TRL_EXAMPLES names no folder with TRL's scripts")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_script_of_trls(name: str, url: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     caller = request.getfixturevalue("seeing_caller" if name in NEED_IMAGES else "caller")
