@@ -34,7 +34,7 @@ test-vllm: $(VLLM_VENV)/.installed
 
 # Environments of OpenEnv, which cannot be installed beside vLLM.
 test-openenv: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openenv]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openenv,textarena,mcp]'
 	$(BIN)/python -m pytest -n 0 -m 'openenv and not vllm'
 
 # The default suite, every run of it with each worker in a process of its own, as on other machines.
