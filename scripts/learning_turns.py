@@ -106,7 +106,7 @@ def report(rows: list[Row]) -> None:
         for rewards in REWARDS:
             for seed, points in curves(rows, task, rewards).items():
                 before, after = (100 * float(points[end]["success"]) for end in (0, -1))
-                print(f"| {title} | {rewards} | {seed} | {before:.0f} % | {after:.0f} % | {points[0]['seconds']} |")
+                print(f"| {title} | {rewards} | {seed} | {before:.1f} % | {after:.1f} % | {points[0]['seconds']} |")
 
 
 if __name__ == "__main__":
