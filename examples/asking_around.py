@@ -1,7 +1,7 @@
 """A policy is to learn to use tools: for the age of somebody's teacher it asks who that is, then the age, then answers.
 
-A beginner that knows the tools and calls any of them is built first, in a minute (`mrl.starter.beginner`); then it is
-trained on whether its answer is right, or with --step-rewards on what each step is worth.
+A beginner that knows the tools and mostly calls any of them is built first, in half a minute (`mrl.starter.beginner`);
+then it is trained on whether its answer is right, or with --step-rewards on what each step is worth.
 
 python examples/asking_around.py
 python examples/asking_around.py --step-rewards --seed 1
@@ -20,8 +20,10 @@ RELATIONS = ("teacher", "neighbour")
 QUESTIONS = list(product(NAMES, RELATIONS))
 random.Random(0).shuffle(QUESTIONS)
 HELD_OUT, TRAINED = QUESTIONS[::3], [question for number, question in enumerate(QUESTIONS) if number % 3]
-TURNS = 4
-"""Who, how old, the answer, and that it is done."""
+TURNS = 3
+"""Who, how old, the answer."""
+ATTENTION = 0.3
+"""How often those call the right tool on purpose whom the beginner imitates."""
 
 
 class Village:
@@ -112,7 +114,7 @@ def tasks(questions, times: int, rng: random.Random) -> list[dict]:
 
 
 def careless_demonstrations(count: int, rng: random.Random) -> list[list[dict]]:
-    """Of somebody who asks anything of whoever was mentioned last, or makes up a number."""
+    """Of somebody who mostly asks anything of whoever was mentioned last, or makes up a number."""
     village, rows = Village(), tasks(TRAINED, 50, rng)
 
     def shown(prompt: str, **columns) -> list[dict]:
@@ -126,7 +128,8 @@ def careless_demonstrations(count: int, rng: random.Random) -> list[list[dict]]:
                 return "answer", {"number": mentioned}
             if rng.random() < 0.1:
                 return "answer", {"number": rng.randrange(20, 80)}
-            tool, name = rng.choice((*RELATIONS, "age")), mentioned
+            needed = columns["relation"] if mentioned == columns["name"] else "age"
+            tool, name = needed if rng.random() < ATTENTION else rng.choice((*RELATIONS, "age")), mentioned
             mentioned = village.people[name][tool]
             return tool, {"name": name}
 
@@ -138,29 +141,28 @@ def careless_demonstrations(count: int, rng: random.Random) -> list[list[dict]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lessons", type=int, default=250, help="steps of the supervised phase")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--lessons", type=int, default=300, help="steps of the supervised phase")
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--step-rewards", action="store_true", help="rewards for each step, and none at the end")
     options = parser.parse_args()
 
-    beginner, rng = Path("beginners") / f"asking-around-{options.seed}", random.Random(options.seed)
+    beginner, rng = Path("beginners") / "asking-around", random.Random(0)
     if not (beginner / "config.json").exists():
         shown, village = careless_demonstrations(6000, rng), Village()
         tools = [village.teacher, village.neighbour, village.age, village.answer]
-        build_beginner(beginner, shown, tools, seed=options.seed, steps=options.lessons)
+        build_beginner(beginner, shown, tools, steps=options.lessons)
     result = MRLTrainer(
         model=str(beginner),
         train_dataset=tasks(TRAINED, 10, random.Random(1)),
-        eval_dataset=tasks(HELD_OUT, 16, random.Random(2)),
+        eval_dataset=tasks(HELD_OUT, 20, random.Random(2)),
         eval_samples=None,
         environment_factory=Steps if options.step_rewards else Outcome,
-        advantage_type="turn",  # a call is judged by what follows from it
         max_turns=TURNS,
         max_completion_length=64,
         max_steps=options.steps,
-        eval_steps=10,
+        eval_steps=15,
         save_steps=0,
-        batch_size=20,
+        batch_size=16,
         num_generations=8,
         learning_rate=1e-3,
         num_rollout_workers=1,

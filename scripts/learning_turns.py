@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 from mrl.store.run import read_rows
@@ -35,14 +36,12 @@ def main() -> None:
     parser.add_argument("--rewards", nargs="*", choices=REWARDS, default=list(REWARDS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     chosen = parser.parse_args()
-    for seed in chosen.seeds:
-        for task in chosen.tasks:
-            with tempfile.TemporaryDirectory() as folder:  # one beginner for both kinds of rewards
-                for rewards in chosen.rewards:
-                    key = {"task": task, "rewards": rewards, "seed": str(seed)}
-                    points = curve(task, REWARDS[rewards], seed, Path(folder))
-                    kept = [row for row in read() if not key.items() <= row.items()]
-                    write(kept + [key | point for point in points])
+    with tempfile.TemporaryDirectory() as folder:  # one beginner for all runs of a task
+        for seed, task, rewards in product(chosen.seeds, chosen.tasks, chosen.rewards):
+            key = {"task": task, "rewards": rewards, "seed": str(seed)}
+            points = curve(task, REWARDS[rewards], seed, Path(folder))
+            kept = [row for row in read() if not key.items() <= row.items()]
+            write(kept + [key | point for point in points])
     rows = read()
     draw(rows)
     report(rows)
@@ -107,7 +106,7 @@ def report(rows: list[Row]) -> None:
         for rewards in REWARDS:
             for seed, points in curves(rows, task, rewards).items():
                 before, after = (100 * float(points[end]["success"]) for end in (0, -1))
-                print(f"| {title} | {rewards} | {seed} | {before:.0f} % | {after:.0f} % | {points[0]['seconds']} |")
+                print(f"| {title} | {rewards} | {seed} | {before:.1f} % | {after:.1f} % | {points[0]['seconds']} |")
 
 
 if __name__ == "__main__":
