@@ -237,7 +237,7 @@ def test_arrays_and_tensors_are_lists() -> None:
         return {
             "prompt_ids": torch.ones(count, 2, dtype=torch.long),
             "completion_ids": [numpy.array([3, 4])] * count,
-            "logprobs": torch.full((count, 2), -0.5),
+            "logprobs": [[numpy.float32(-0.5), torch.tensor(-0.5)]] * count,
             "env_mask": [[True, numpy.int64(1)]] * count,
             "score": numpy.arange(count),
         }

@@ -184,6 +184,7 @@ def _logprobs(given: Any, mask: list[int]) -> list[float]:
         raise Unusable(_lengths("logprobs", given, values, len(mask)))
     found = []
     for value, sampled in zip(values, mask, strict=True):
+        value = _plain(value)
         number = float(value) if isinstance(value, int | float) else math.nan
         if sampled and not (math.isfinite(number) and number <= 1e-3):
             raise Unusable(f"logprobs has {_short(value)}, which is no logarithm of a probability")
@@ -227,8 +228,13 @@ def _listed(given: Any) -> list[Any] | None:
 
 def _whole(value: Any) -> int | None:
     """A whole number, also numpy's and torch's."""
-    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+    value = _plain(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _plain(value: Any) -> Any:
+    """One of numpy's or torch's numbers as Python's."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
 
 
 def _short(value: Any) -> str:

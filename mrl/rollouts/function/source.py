@@ -114,7 +114,10 @@ class FunctionSource:
         given = self._as_given(prompt)
         if isinstance(given, str):
             return given
-        return str(self.setup.tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False))
+        kwargs = self.setup.encoder.template_kwargs
+        return str(
+            self.setup.tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False, **kwargs)
+        )
 
     async def _add_logprobs(self, groups: list[Group], policy: PolicyClient) -> None:
         """The policy's own, for rollouts without: how far their sampler was from it stays unknown."""

@@ -40,7 +40,7 @@ class OpenEnvSource:
 
     def __init__(self, setup: SourceSetup, options: Options, builder: PromptBuilder, parser: ActionParser) -> None:
         self.setup, self.options, self.builder, self.parser = setup, options, builder, parser
-        self.chat = chat_format(setup.tokenizer)
+        self.chat = chat_format(setup.tokenizer, setup.encoder.template_kwargs, images=setup.encoder.images)
         self.places_of: dict[str, int] = {}
         """Of a row: its place in its dataset, which decides its turn of `tasks`."""
         self.rows: list[Task] = []
