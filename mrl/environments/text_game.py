@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from mrl.environments.base import playing, rows, seeded, setting
@@ -18,7 +19,12 @@ class TextGame:
     """A game by its name there, e.g. `Mastermind-v0`, `TowerOfHanoi-v0`, `Sudoku-v0-easy`, `Minesweeper-v0-small`."""
 
     def __init__(self, game: str = "Mastermind-v0") -> None:
-        """game: of one player. Some (Wordle, Hangman) need word lists of `nltk`, which have to be there."""
+        """game: of one player. Some (Wordle, Hangman) need word lists of `nltk`, which have to be there.
+
+        Raises ConfigError without textarena.
+        """
+        if find_spec("textarena") is None:
+            raise ConfigError("textarena: it is not installed: `pip install 'mrl[textarena]'`")
         self.default = game
         self.done = False
         self.game: Any = None
@@ -107,11 +113,9 @@ class _Randomness:
 
 def _make(name: str) -> Any:
     """The game without what formats it for other callers."""
-    try:
-        import textarena
-        from textarena.envs.registration import ENV_REGISTRY
-    except ImportError as error:
-        raise ConfigError(f"textarena: {error}; install it with `pip install 'mrl[textarena]'`") from error
+    import textarena
+    from textarena.envs.registration import ENV_REGISTRY
+
     if name not in ENV_REGISTRY:
         known = sorted(name for name in ENV_REGISTRY if not name.endswith(("-train", "-raw")))
         raise ConfigError(f"textarena: there is no game {name!r} (known: {', '.join(known)})")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from mrl.environments import ENVIRONMENTS
 from mrl.environments.base import tool_methods
 from mrl.environments.coding import Coding
 from mrl.environments.echo import Echo
+from mrl.environments.miniwob import environment
 from mrl.environments.number_guessing import NumberGuessing
 from mrl.errors import ConfigError, DataError, SandboxError
 from mrl.rollouts import TurnLimits
@@ -197,6 +199,18 @@ def test_one_is_used_by_its_name() -> None:
     assert "Play.\nFind the number from 1 to 9." in policy.prompts()[0]
     with pytest.raises(ConfigError, match="environment_factory: 'ecko' is not available; did you mean 'echo'"):
         ToolSource.create(setup(TurnLimits()), environment_factory="ecko")
+
+
+@pytest.mark.parametrize("name", ["textarena", "miniwob"])
+def test_what_is_not_installed_is_said_before_anything_is_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> None:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("mrl.environments.text_game.find_spec", lambda package: None)
+    monkeypatch.setattr("mrl.environments.miniwob.environment.distribution", missing)
+    environment._pages.cache_clear()
+    with pytest.raises(ConfigError, match=rf"^environment_factory: {name}: .*pip install 'mrl\[{name}\]'"):
+        ToolSource.create(setup(), environment_factory=name)
 
 
 def test_others_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ async def asynchronous(prompts: list[str], trainer: Any) -> dict[str, Any]:
         (asynchronous, "asynchronous"),
         (7, "type int"),
         ("no_such_file.py:rollout", "does not import"),
-        ("mrl.types:no_such", "does not import"),
+        ("mrl.types:Rollot", "does not import: there is no 'Rollot' in mrl.types; did you mean 'Rollout'"),
     ],
 )
 def test_what_cannot_be_called_is_refused_before_anything(function: Any, message: str) -> None:

@@ -50,7 +50,10 @@ class MiniWoB:
         """task: e.g. click-button, enter-text, login-user. max_actions: after which it is over. seconds: the same by
         the page's clock, with the reward -1; None = never. That clock goes on by half a second with each action, and
         with `noop` as it says, however long the policy takes. screenshots: kept in `screenshot`, as base64 of a
-        PNG, 160 by 210 pixels. chromium: its path, default the one that is found."""
+        PNG, 160 by 210 pixels. chromium: its path, default the one that is found. Raises EnvError where there is none,
+        or a package is missing."""
+        _pages()
+        find_chromium(chromium)
         self.defaults = (task, max_actions, seconds)
         self.screenshots, self.chromium = screenshots, chromium
         self.done, self.reward, self.failure = False, 0.0, ""

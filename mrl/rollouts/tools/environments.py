@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
 from mrl.environments import ENVIRONMENTS
-from mrl.errors import ConfigError, EnvError
+from mrl.errors import ConfigError, EnvError, MRLError
 from mrl.rollouts.tools.functions import Tool, described, distinct, found
 
 _NO_TOOLS = ("reset", "get_reward")
@@ -255,6 +255,8 @@ class Environments:
 
     def _not_made(self, name: str | None, error: Exception) -> str:
         made = described(self.factories[name])
+        if isinstance(error, MRLError):  # says what is missing and what to do
+            return f"{_option(name)}: {error}"
         return f"{_option(name)}: {made} could not be made: {type(error).__name__}: {error}"
 
     def _checked(self, name: str | None, make: Callable[[], Any]) -> Environment:

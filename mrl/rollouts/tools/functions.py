@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -81,9 +82,14 @@ def found(given: Any, option: str) -> Any:
         raise ConfigError(f"{option}: {given!r} is not of the form file.py:name or package.module:name")
     try:
         module = _from_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
-        return functools.reduce(getattr, name.split("."), module)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise ConfigError(f"{option}: {given!r} does not import: {type(error).__name__}: {error}") from error
+    try:
+        return functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{option}: {given!r} does not import: there is no {name!r} in {where}{hint}") from None
 
 
 def described(function: Any) -> str:
