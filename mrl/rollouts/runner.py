@@ -36,9 +36,13 @@ async def start_source(source: Any, backend: Backend, note: Callable[[str], None
 
 
 async def close_source(source: Any) -> list[str]:
-    """Let it end what it has started. Returns what could not be closed, in sentences."""
+    """Let it end what it has started. Returns what could not be closed, in sentences; it raises nothing, as a run may be
+    ending with an error of its own."""
     close = getattr(source, "close", None)
-    return [] if close is None else await close() or []
+    try:
+        return [] if close is None else await close() or []
+    except Exception as error:
+        return [f"{type(source).__name__} could not be closed: {type(error).__name__}: {error}"]
 
 
 class Runner:

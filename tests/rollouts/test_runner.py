@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mrl.errors import SyncError, WorkerDied
-from mrl.rollouts.runner import Runner
+from mrl.rollouts.runner import Runner, close_source
 from mrl.types import Group, Rollout, Task, derive_seed
 
 TASKS = [Task(f"t{i}", f"prompt {i}") for i in range(4)]
@@ -139,3 +139,12 @@ async def test_so_many_at_a_time() -> None:
     assert source.most == 3
     assert ids(groups) == [[f"t{i}#{k}" for k in range(4)] for i in range(4)]
     assert runner.ended == 16
+
+
+async def test_a_source_that_cannot_be_closed_hides_no_error() -> None:
+    class Stuck:
+        async def close(self) -> None:
+            raise ConnectionError("gone already")
+
+    assert await close_source(Stuck()) == ["Stuck could not be closed: ConnectionError: gone already"]
+    assert await close_source(object()) == []
