@@ -36,8 +36,10 @@ async def start_source(source: Any, backend: Backend, note: Callable[[str], None
 
 
 async def close_source(source: Any) -> list[str]:
-    """Let it end what it has started. Returns what could not be closed, in sentences; it raises nothing, as a run may be
-    ending with an error of its own."""
+    """Let it end what it has started. Returns what could not be closed, in sentences.
+
+    It raises nothing, as a run may be ending with an error of its own.
+    """
     close = getattr(source, "close", None)
     try:
         return [] if close is None else await close() or []
