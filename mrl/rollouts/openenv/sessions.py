@@ -47,9 +47,13 @@ class ClientSession:
     def __init__(self, client: Any, name: str, seconds: float, *, typed: bool) -> None:
         self.client, self.name, self.seconds, self.typed = client, name, seconds, typed
         self.reads = described(type(client)._parse_result)
+        self.connection: Any = None
+        """That it was reset over."""
 
     async def reset(self, arguments: dict[str, Any]) -> Result:
-        return await self._ask("reset", lambda: self.client.reset(**arguments))
+        result = await self._ask("reset", lambda: self.client.reset(**arguments))
+        self.connection = getattr(self.client, "_ws", None)
+        return result
 
     async def step(self, action: Any) -> Result:
         try:
@@ -59,12 +63,22 @@ class ClientSession:
                 f"{described(type(self.client)._step_payload)} does not take the action {action!r} "
                 f"({type(error).__name__}: {error}); action_parser has to give what this client sends"
             ) from error
+        if not self._is_connected():
+            raise Lost(f"{self.name}: the connection was lost before step")
         return await self._ask("step", lambda: self.client.step(action))
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):  # the connection is given up, whatever its other end says to that
             async with asyncio.timeout(CLOSING_SECONDS):
                 await self.client.close()
+
+    def _is_connected(self) -> bool:
+        """Whether the connection of the last reset is still there. Without it the client would make another one, and
+        the action would be carried out in an environment that nobody has reset."""
+        from websockets.protocol import State
+
+        state = getattr(self.connection, "state", None)
+        return state is None or (state is State.OPEN and self.client._ws is self.connection)
 
     async def _ask(self, what: str, ask: Callable[[], Awaitable[Any]]) -> Result:
         from websockets.exceptions import WebSocketException
