@@ -182,7 +182,7 @@ class ObjectSession:
                 f"{described(kind)} does not take the action {action!r}: {error}; action_parser has to give its fields"
             ) from error
 
-    async def _ask(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Result:
+    async def _ask(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Result:
         who = described(method)
         try:
             async with asyncio.timeout(self.seconds):
@@ -193,7 +193,7 @@ class ObjectSession:
                     answer = await answer if inspect.isawaitable(answer) else answer
         except TimeoutError:
             raise EnvError(f"{who} took longer than {self.seconds:g} s (request_timeout_s)") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # of an asynchronous method, too
             raise EnvError(f"{who} raised {type(error).__name__}: {error}") from error
         return result_of(answer, who, typed=self.typed)
 

@@ -23,6 +23,7 @@ CLOSE_SECONDS = 10.0
 """What an environment may take to close."""
 _RETURNS = {"reset": (int, float, bool, dict, tuple), "get_reward": (str, bytes, list, dict, tuple)}
 """Types that these methods cannot return, where they say so themselves."""
+_ENDS_WHO_AWAITS = (StopIteration, SystemExit, asyncio.CancelledError)
 
 
 class OwnThread:
@@ -35,8 +36,11 @@ class OwnThread:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What it returns or raises. Cancelled, it is not waited for any more, and runs to its end all the same."""
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What it returns or raises. Cancelled, it is not waited for any more, and runs to its end all the same.
+
+        RuntimeError for what an awaiting task takes as its own end, or the event loop as its.
+        """
         answer: Future[Any] = Future()
         self._work.put((lambda: function(*args, **kwargs), answer))
         return await asyncio.wrap_future(answer)
@@ -52,10 +56,10 @@ class OwnThread:
                 continue
             try:
                 result = function()
-            except StopIteration as error:  # which nothing can await: a factory's list of servers has run out, e.g.
-                stopped = RuntimeError(f"StopIteration: {error}".rstrip(": "))
+            except _ENDS_WHO_AWAITS as error:  # a factory's list of servers has run out, code calls `exit()`, e.g.
+                stopped = RuntimeError(f"{type(error).__name__}: {error}".rstrip(": "))
                 stopped.__cause__ = error
-                answer.set_exception(stopped)
+                answer.set_exception(stopped.with_traceback(error.__traceback__))
             except BaseException as error:  # raised again where the answer is awaited
                 answer.set_exception(error)
             else:
@@ -102,7 +106,7 @@ class Environment:
             raise EnvError(f"step_reward of {described(type(self.instance))} is {value!r}, not a finite number")
         return number
 
-    async def call(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, **kwargs: Any) -> Any:
         """One of its methods, which may be asynchronous."""
         if inspect.iscoroutinefunction(function):
             return await function(**kwargs)

@@ -235,7 +235,7 @@ class ToolEpisode:
             result = await self.environment.call(tool.function, **call.arguments)
         except EnvError:  # what the tool needs is gone, which is no answer
             raise
-        except Exception as error:  # whatever it is, the policy is told, and can do better
+        except (Exception, SystemExit) as error:  # whatever it is, the policy is told, and can do better
             self.counts["tool_errors"] += 1
             return str({"error": str(error)[:MOST_OF_ERROR]})
         return self._content(result, tool.function)

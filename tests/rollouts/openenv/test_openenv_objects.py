@@ -89,6 +89,7 @@ async def test_parts_of_a_reward_have_names() -> None:
     ("says", "message"),
     [
         ("raise", r"Guess.step \(.*duck_games.py:\d+\) raised ValueError: no such move"),
+        ("exit", r"Guess.step \(.*duck_games.py:\d+\) raised RuntimeError: SystemExit: 3"),
         ("string", r"Guess.step \(.*duck_games.py:\d+\) gave the reward '1.0', of type str, not a finite number"),
         ("long", "returned 10,000,000 characters, more than 1,000,000"),
     ],
