@@ -10,6 +10,9 @@ import pytest
 from mrl.backends.inline import InlineBackend
 from mrl.errors import ConfigError, DataError
 from mrl.rollouts import TurnLimits
+from mrl.rollouts.openenv.places import Here, Place
+from mrl.rollouts.openenv.pool import Pool
+from mrl.rollouts.openenv.results import Lost
 from tests.rollouts.openenv.attempts import ROWS, outcome, play, source_of, tasks
 from tests.rollouts.openenv.duck_games import Alone, Asynchronous, Guess, TwoTexts, both, parse, strict, wrong
 
@@ -198,6 +201,27 @@ async def test_a_parser_that_refuses_made_up_texts_is_doubtful_only() -> None:
     assert "action_parser: strict" in str(first.error)
     assert (await play(source, ["0"], rows=ROWS[:1]))[0].rewards == {"environment": 1.0}
     await source.close()
+
+
+class Dead(Place):
+    name, tries = "dead", 0
+
+    async def open(self) -> Any:
+        self.tries += 1
+        raise Lost("nobody answers")
+
+
+async def test_a_place_that_is_gone_leaves_the_work_to_the_others() -> None:
+    dead, alive = Dead(), Here(Guess, Guess, "alive", 60.0, None, typed=False)
+    pool = Pool([dead, alive], most=8, connect_seconds=0.0, note=print)
+    seats = [(await pool.begin({}))[0] for _ in range(3)]
+    assert [seat.room.place.name for seat in seats] == ["alive"] * 3
+    assert dead.tries == 1, "it is tried again after a while"
+    for seat in seats:
+        pool.give_back(seat, usable=True)
+    await pool.close()
+    with pytest.raises(Lost):
+        await Pool([dead, Dead()], most=8, connect_seconds=0.0, note=print).begin({})
 
 
 async def test_whoever_does_not_start_it_gets_a_first_attempt_that_does() -> None:
