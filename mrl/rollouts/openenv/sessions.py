@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from mrl.errors import EnvError
@@ -137,14 +138,21 @@ class ObjectSession:
     async def make(cls, factory: Callable[[], Any], seconds: float, *, typed: bool) -> ObjectSession:
         """Raises EnvError for a constructor that does."""
         session = cls(OwnThread("mrl-environment"), seconds, typed=typed)
+
+        def make() -> None:
+            session.instance = factory()
+
         try:
-            session.instance = await session.thread.call(factory)
+            await session.thread.call(make)
             if inspect.isawaitable(session.instance):
                 session.instance = await session.instance
         except Exception as error:
             session.thread.end()
             who = described(getattr(factory, "func", factory))  # of a partial, the class
             raise EnvError(f"{who} could not be made: {type(error).__name__}: {error}") from error
+        except BaseException:  # cancelled, and it may be made all the same
+            session._end()
+            raise
         return session
 
     async def reset(self, arguments: dict[str, Any]) -> Result:
@@ -155,13 +163,23 @@ class ObjectSession:
         return await self._ask(self._method("step"), self._action(action))
 
     async def close(self) -> None:
-        close = getattr(self.instance, "close", None)
+        closing = asyncio.wrap_future(self._end())
         with contextlib.suppress(Exception):  # nobody uses it any more
             async with asyncio.timeout(CLOSING_SECONDS):
-                closed = None if close is None else await self.thread.call(close)
+                closed = await asyncio.shield(closing)
                 if inspect.isawaitable(closed):
                     await closed
+
+    def _end(self) -> Future[Any]:
+        """Have the environment closed when the thread gets to it, however long a step still takes."""
+
+        def close() -> Any:
+            with contextlib.suppress(Exception):
+                return None if (method := getattr(self.instance, "close", None)) is None else method()
+
+        closing = self.thread.begin(close)
         self.thread.end()
+        return closing
 
     def _method(self, name: str) -> Callable[..., Any]:
         """The asynchronous form where the class has one of its own."""

@@ -41,9 +41,13 @@ class OwnThread:
 
         RuntimeError for what an awaiting task takes as its own end, or the event loop as its.
         """
+        return await asyncio.wrap_future(self.begin(function, *args, **kwargs))
+
+    def begin(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Have it run after what has begun, whether or not anybody waits for it."""
         answer: Future[Any] = Future()
         self._work.put((lambda: function(*args, **kwargs), answer))
-        return await asyncio.wrap_future(answer)
+        return answer
 
     def end(self) -> None:
         """After what has begun."""
@@ -265,10 +269,8 @@ class Environments:
 
     def _checked(self, name: str | None, make: Callable[[], Any]) -> Environment:
         thread = OwnThread("mrl-environment")
-        answer: Future[Any] = Future()
-        thread._work.put((make, answer))
         try:
-            instance = answer.result()
+            instance = thread.begin(make).result()
         except Exception as error:
             thread.end()
             raise ConfigError(self._not_made(name, error)) from error

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from mrl.backends.inline import InlineBackend
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, DataError, EnvError, WorkerDied
 from mrl.rollouts import TurnLimits
+from mrl.rollouts.openenv import places, sessions
 from mrl.rollouts.openenv.places import Here, Place
 from mrl.rollouts.openenv.pool import Pool
 from mrl.rollouts.openenv.results import Lost
@@ -116,6 +119,51 @@ async def test_a_step_that_takes_too_long_is_truncated_and_never_repeated() -> N
     assert rollout.error is not None
     assert "took longer than 0.1 s (request_timeout_s)" in rollout.error
     assert [game.steps for game in Guess.made] == [1, 1]
+
+
+async def test_what_is_made_for_a_cancelled_attempt_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a step or a constructor takes longer than closing is waited for."""
+    monkeypatch.setattr(sessions, "CLOSING_SECONDS", 0.01)
+    go_on = threading.Event()
+
+    class Slow(Guess):
+        def __init__(self, waits: bool = False) -> None:
+            if waits:
+                go_on.wait(20)
+            super().__init__()
+
+        def step(self, action: Any) -> Any:
+            go_on.wait(20)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await sessions.ObjectSession.make(lambda: Slow(waits=True), 60.0, typed=False)
+    session = await sessions.ObjectSession.make(Slow, 0.01, typed=False)
+    with pytest.raises(EnvError, match=r"Slow.step .* took longer than 0.01 s"):
+        await session.step("x")
+    await session.close()
+    assert not hasattr(Guess.made[0], "closed"), "its step is not over"
+    go_on.set()
+    for _ in range(1000):
+        if [getattr(made, "closed", False) for made in Guess.made] == [True, True]:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not closed")
+
+
+async def test_a_worker_that_is_stuck_is_not_waited_for() -> None:
+    class Stuck:
+        waited: ClassVar[list[float]] = []
+
+        async def call(self, *args: Any, timeout: float) -> Any:
+            self.waited.append(timeout)
+            raise WorkerDied("worker environment-0 did not answer")
+
+    session = places.WorkerSession(Stuck(), 0, 60.0)  # type: ignore[arg-type]
+    with pytest.raises(Lost, match="environment-0 did not answer"):
+        await session.step({})
+    await session.close()
+    assert Stuck.waited == [65.0, 15.0]
 
 
 async def test_tasks_take_turns_and_a_rows_own_comes_first() -> None:
