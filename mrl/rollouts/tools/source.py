@@ -21,12 +21,9 @@ from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
 from mrl.rollouts.multi_turn import Step, play
 from mrl.rollouts.tools.content import Content, as_content, joined
 from mrl.rollouts.tools.environments import Environment, Environments, OwnThread, factory_of
-from mrl.rollouts.tools.functions import CHARACTERS_PER_TOKEN, Tool, as_text, described, distinct, found
+from mrl.rollouts.tools.functions import CHARACTERS_PER_TOKEN, MOST_OF_ERROR, Tool, as_text, described, distinct, found
 from mrl.rollouts.tools.mcp_servers import PREFIX, MCPServer, Session, Sessions
 from mrl.types import Message, Rollout, Task
-
-MOST_OF_ERROR = 4000
-"""Characters of an exception that the policy is told."""
 
 
 class ToolSource:

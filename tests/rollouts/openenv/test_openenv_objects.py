@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,9 +14,10 @@ from mrl.backends.inline import InlineBackend
 from mrl.errors import ConfigError, DataError, EnvError, WorkerDied
 from mrl.rollouts import TurnLimits
 from mrl.rollouts.openenv import places, sessions
+from mrl.rollouts.openenv.mcp import result_text
 from mrl.rollouts.openenv.places import Here, Place
 from mrl.rollouts.openenv.pool import Pool
-from mrl.rollouts.openenv.results import Lost
+from mrl.rollouts.openenv.results import Lost, result_of
 from tests.rollouts.openenv.attempts import ROWS, outcome, play, source_of, tasks
 from tests.rollouts.openenv.duck_games import Alone, Asynchronous, Guess, TwoTexts, both, parse, strict, wrong
 
@@ -257,6 +259,29 @@ class Dead(Place):
     async def open(self) -> Any:
         self.tries += 1
         raise Lost("nobody answers")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"reward": float("nan")}, "the reward nan, of type float, not a finite number"),
+        ({"reward": [1.0]}, r"the reward \[1.0\], of type list"),
+        ({"done": "false"}, "the `done` 'false', of type str"),
+        ({"metadata": {"rewards": [1.0]}}, "`rewards` of type list"),
+        ({"metadata": {"rewards": {"a": "1"}}}, "the reward '1', of type str"),
+    ],
+)
+def test_garbage_in_an_answer_is_named(answer: dict[str, Any], message: str) -> None:
+    given = {"observation": {}, "reward": None, "done": False} | answer
+    with pytest.raises(EnvError, match=f"who gave {message}"):
+        result_of(SimpleNamespace(**given), "who", typed=False)
+
+
+def test_what_a_tool_of_an_environment_answers() -> None:
+    text, failed = result_text({"error": {"message": "x" * 10_000_000}})
+    assert (len(text) < 5000, failed) == (True, True)
+    with pytest.raises(EnvError, match="answered with an observation of type str"):
+        result_text("garbage")
 
 
 async def test_a_place_that_is_gone_leaves_the_work_to_the_others() -> None:
