@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 from mrl.backends.inline import InlineBackend
 from mrl.errors import ConfigError, DataError, EnvError, WorkerDied
 from mrl.rollouts import TurnLimits
-from mrl.rollouts.openenv import places, sessions
+from mrl.rollouts.openenv import places, serve, sessions
 from mrl.rollouts.openenv.mcp import result_text
 from mrl.rollouts.openenv.places import Here, Place
 from mrl.rollouts.openenv.pool import Pool
@@ -168,6 +170,15 @@ async def test_a_worker_that_is_stuck_is_not_waited_for() -> None:
     assert Stuck.waited == [65.0, 15.0]
 
 
+def test_what_an_environments_process_started_ends_with_it() -> None:
+    """As a browser would not, that an environment has opened."""
+    code = f"import runpy, subprocess; subprocess.Popen(['sleep', '60']); runpy.run_path({serve.__file__!r})"
+    ending = [sys.executable, "-c", f"{code}['_end_with_parent']()"]
+    process = subprocess.Popen(ending, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    said, _ = process.communicate(timeout=30)
+    assert said == b"", "nobody has the other end any more"
+
+
 async def test_tasks_take_turns_and_a_rows_own_comes_first() -> None:
     rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c", "task": "own"}]
     rollouts = await outcome(
@@ -284,7 +295,8 @@ def test_what_a_tool_of_an_environment_answers() -> None:
         result_text("garbage")
 
 
-async def test_a_place_that_is_gone_leaves_the_work_to_the_others() -> None:
+async def test_a_place_that_is_gone_leaves_the_work_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.rollouts.openenv.pool.LOST_WAIT", 0.0)
     dead, alive = Dead(), Here(Guess, Guess, "alive", 60.0, None, typed=False)
     pool = Pool([dead, alive], most=8, connect_seconds=0.0, note=print)
     seats = [(await pool.begin({}))[0] for _ in range(3)]
