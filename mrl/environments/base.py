@@ -68,5 +68,18 @@ def playing(done: bool) -> None:
 
 def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
     """A class's tools by name."""
+    none = (*NOT_TOOLS, "close") if closes(kind) else NOT_TOOLS
     members = inspect.getmembers(kind, inspect.isfunction)
-    return {name: method for name, method in members if not name.startswith("_") and name not in NOT_TOOLS}
+    return {name: method for name, method in members if not name.startswith("_") and name not in none}
+
+
+def closes(kind: type) -> bool:
+    """Whether it has a `close()` that needs no arguments, which is no tool then."""
+    close = getattr(kind, "close", None)
+    if not callable(close):
+        return False
+    try:
+        inspect.signature(close).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True

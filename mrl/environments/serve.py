@@ -1,7 +1,8 @@
 """Any environment in the form of `environment_factory` as an OpenEnv server: a session has an instance of its own.
 
 An action's fields are the parameters of the tool; with several tools, `tool` says which. An observation's `text` is
-what the tool returned, or what the prompt would have been given. A step's reward is what it added to `get_reward`.
+what the tool returned, or what the prompt would have been given. A step's reward is what it added to `get_reward`, and
+`step_reward` where there is one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from mrl.environments.base import tool_methods
+from mrl.environments.base import closes, tool_methods
 from mrl.errors import ConfigError, EnvError, MRLError
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
             super().__init__()
             self.inner = make()
             self.tools = tool_methods(type(self.inner))
+            self.rewards_steps = hasattr(self.inner, "step_reward")
             self.now = State()
             self.reward = 0.0
             self.begun = False
@@ -118,6 +120,8 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
             given = action.model_dump(exclude={"metadata"}, exclude_none=True)
             method = self.tools[given.pop("tool", next(iter(self.tools)))]
             accepted = inspect.signature(method).parameters
+            if self.rewards_steps:
+                self.inner.step_reward = 0.0
             try:
                 text = _finished(method(self.inner, **{key: given[key] for key in given if key in accepted}))
             except MRLError:
@@ -126,7 +130,8 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
                 text = f"error: {error}"
             self.now.step_count += 1
             before, self.reward = self.reward, self._total()
-            return self._observation(str(text), self.reward - before)
+            step_reward = float(self.inner.step_reward) if self.rewards_steps else 0.0
+            return self._observation(str(text), self.reward - before + step_reward)
 
         @property
         def state(self) -> Any:
@@ -139,6 +144,8 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
         def close(self) -> None:
             if hasattr(self.inner, "__exit__"):
                 self.inner.__exit__(None, None, None)
+            elif closes(type(self.inner)):
+                _finished(self.inner.close())
 
         def _total(self) -> float:
             reward = getattr(self.inner, "get_reward", None)

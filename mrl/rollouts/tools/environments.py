@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
 from mrl.environments import ENVIRONMENTS
+from mrl.environments.base import closes, tool_methods
 from mrl.errors import ConfigError, EnvError, MRLError
 from mrl.rollouts.tools.functions import Tool, described, distinct, found
 
-_NO_TOOLS = ("reset", "get_reward")
 _STEP_REWARD = "step_reward"
 """Attribute of environments that reward each step."""
 CLOSE_SECONDS = 10.0
 """What an environment may take to close."""
 _RETURNS = {"reset": (int, float, bool, dict, tuple), "get_reward": (str, bytes, list, dict, tuple)}
 """Types that these methods cannot return, where they say so themselves."""
+_ENDS_WHO_AWAITS = (StopIteration, SystemExit, asyncio.CancelledError)
 
 
 class OwnThread:
@@ -35,11 +36,18 @@ class OwnThread:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What it returns or raises. Cancelled, it is not waited for any more, and runs to its end all the same."""
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What it returns or raises. Cancelled, it is not waited for any more, and runs to its end all the same.
+
+        RuntimeError for what an awaiting task takes as its own end, or the event loop as its.
+        """
+        return await asyncio.wrap_future(self.begin(function, *args, **kwargs))
+
+    def begin(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Have it run after what has begun, whether or not anybody waits for it."""
         answer: Future[Any] = Future()
         self._work.put((lambda: function(*args, **kwargs), answer))
-        return await asyncio.wrap_future(answer)
+        return answer
 
     def end(self) -> None:
         """After what has begun."""
@@ -52,10 +60,10 @@ class OwnThread:
                 continue
             try:
                 result = function()
-            except StopIteration as error:  # which nothing can await: a factory's list of servers has run out, e.g.
-                stopped = RuntimeError(f"StopIteration: {error}".rstrip(": "))
+            except _ENDS_WHO_AWAITS as error:  # a factory's list of servers has run out, code calls `exit()`, e.g.
+                stopped = RuntimeError(f"{type(error).__name__}: {error}".rstrip(": "))
                 stopped.__cause__ = error
-                answer.set_exception(stopped)
+                answer.set_exception(stopped.with_traceback(error.__traceback__))
             except BaseException as error:  # raised again where the answer is awaited
                 answer.set_exception(error)
             else:
@@ -102,7 +110,7 @@ class Environment:
             raise EnvError(f"step_reward of {described(type(self.instance))} is {value!r}, not a finite number")
         return number
 
-    async def call(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, **kwargs: Any) -> Any:
         """One of its methods, which may be asynchronous."""
         if inspect.iscoroutinefunction(function):
             return await function(**kwargs)
@@ -118,7 +126,7 @@ class Environment:
     async def close(self) -> str | None:
         """Call its `close()`, if it has one, and end its thread. Returns what went wrong, if anything did."""
         try:
-            if closes(self.instance):
+            if closes(type(self.instance)):
                 await asyncio.wait_for(self.call(self.instance.close), CLOSE_SECONDS)
         except TimeoutError:
             return f"{described(self.instance.close)} took longer than {CLOSE_SECONDS:g} s, and was left alone"
@@ -261,10 +269,8 @@ class Environments:
 
     def _checked(self, name: str | None, make: Callable[[], Any]) -> Environment:
         thread = OwnThread("mrl-environment")
-        answer: Future[Any] = Future()
-        thread._work.put((make, answer))
         try:
-            instance = answer.result()
+            instance = thread.begin(make).result()
         except Exception as error:
             thread.end()
             raise ConfigError(self._not_made(name, error)) from error
@@ -291,11 +297,7 @@ class Environments:
 
     def _tools(self, name: str | None, instance: Any) -> list[Tool]:
         # Listed on the class: looking at the instance would evaluate its properties.
-        names = [
-            method
-            for method, _ in inspect.getmembers(type(instance), inspect.isfunction)
-            if not method.startswith("_") and method not in _NO_TOOLS and not (method == "close" and closes(instance))
-        ]
+        names = tool_methods(type(instance))
         return [*self.common, *(Tool.of(getattr(instance, method), _option(name)) for method in names)]
 
 
@@ -314,18 +316,6 @@ def _number(value: Any) -> float | None:
 
 def _option(name: str | None) -> str:
     return "environment_factory" if name is None else f"environment_factory, {name!r}"
-
-
-def closes(instance: Any) -> bool:
-    """Whether it has a `close()` that needs no arguments, which is no tool then."""
-    close = getattr(type(instance), "close", None)
-    if not callable(close):
-        return False
-    try:
-        inspect.signature(instance.close).bind()
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _check_annotation(method: Any, name: str, kinds: tuple[type, ...], option: str) -> None:

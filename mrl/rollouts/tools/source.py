@@ -21,12 +21,9 @@ from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
 from mrl.rollouts.multi_turn import Step, play
 from mrl.rollouts.tools.content import Content, as_content, joined
 from mrl.rollouts.tools.environments import Environment, Environments, OwnThread, factory_of
-from mrl.rollouts.tools.functions import CHARACTERS_PER_TOKEN, Tool, as_text, described, distinct, found
+from mrl.rollouts.tools.functions import CHARACTERS_PER_TOKEN, MOST_OF_ERROR, Tool, as_text, described, distinct, found
 from mrl.rollouts.tools.mcp_servers import PREFIX, MCPServer, Session, Sessions
 from mrl.types import Message, Rollout, Task
-
-MOST_OF_ERROR = 4000
-"""Characters of an exception that the policy is told."""
 
 
 class ToolSource:
@@ -235,7 +232,7 @@ class ToolEpisode:
             result = await self.environment.call(tool.function, **call.arguments)
         except EnvError:  # what the tool needs is gone, which is no answer
             raise
-        except Exception as error:  # whatever it is, the policy is told, and can do better
+        except (Exception, SystemExit) as error:  # whatever it is, the policy is told, and can do better
             self.counts["tool_errors"] += 1
             return str({"error": str(error)[:MOST_OF_ERROR]})
         return self._content(result, tool.function)
