@@ -152,6 +152,20 @@ def test_resumed_and_evaluated(llava_model: str, tmp_path: Path, capsys: pytest.
     assert json.loads(capsys.readouterr().out)["tasks"] == 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["queue", "pipeline"])
+def test_images_where_sampling_and_training_overlap(mode: str, llava_model: str, tmp_path: Path) -> None:
+    """New weights come in the midst of it, and features of images are of those that sample."""
+    options = {"max_completion_length": 2, "batch_size": 4, "save_steps": 0, "weight_sync_method": "reload"}
+    metrics = run(llava_model, tmp_path / "r", async_mode=mode, max_steps=3, **options)
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    rows = list(read_rows(tmp_path / "r", "rollouts"))
+    assert all(row["status"] == "ok" and len(row["samples"][0]["media"]) == 1 for row in rows)
+    assert {row["samples"][0]["media"][0]["sha256"] for row in rows} == {
+        path.name for path in (tmp_path / "r" / "media").iterdir()
+    }
+
+
 def test_what_cannot_take_images_is_refused_at_once(llava_model: str, tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: .* takes no images, and 4 of the tasks have some"):
         small_runs.run(tiny_model, tmp_path / "a", train_dataset=TASKS, reward_funcs=distinct)

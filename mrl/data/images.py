@@ -25,6 +25,8 @@ _KEYS = ("image", "url", "path", "base64", "image_url")
 """Where a message's part may have its image."""
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
+_PRINTED = ("CMYK", "YCbCr")
+"""Modes of JPEG files that PNG does not have."""
 
 
 class Picture:
@@ -62,19 +64,18 @@ class Picture:
         if self._media is not None:
             return self._media.data
         if self._data is None and self._image is not None:
-            encoded = io.BytesIO()
             try:
-                self._image.save(encoded, "PNG")
-            except (OSError, ValueError) as error:  # a mode that PNG does not have
+                self._data, self._image = _as_png(self._image), None
+            except Exception as error:  # a mode that PNG does not have, or a damaged file that PIL reads only now
                 raise DataError(f"{self.where} cannot be written as PNG: {error}") from error
-            self._data, self._image = encoded.getvalue(), None
         if self._data is not None:
             return self._data
         assert self._path is not None
         try:
             return self._path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{self.where}: {self._path} cannot be read ({error.strerror})") from None
+        except (OSError, ValueError) as error:  # ValueError: no path at all
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"{self.where}: {self._path} cannot be read ({reason})") from None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -82,12 +83,11 @@ class Picture:
         import PIL.Image
 
         if self._image is not None:
-            return self._image.height, self._image.width
+            return _size(self._image)
         source: Any = self._path if self._path is not None else io.BytesIO(self.data)
         try:
             with PIL.Image.open(source) as image:
-                turned = image.getexif().get(0x0112) in _TURNED
-                return (image.width, image.height) if turned else (image.height, image.width)
+                return _size(image)
         except FileNotFoundError:
             raise DataError(f"{self.where}: there is no file {self._path}") from None
         except Exception as error:  # whatever the reader of a damaged file raises
@@ -143,7 +143,10 @@ class Picture:
         elif text.startswith(("http://", "https://")):
             raise DataError(f"{self.where} is a web address: download the image, nothing is fetched during a run")
         else:
-            self._path = Path(text.removeprefix("file://")).expanduser()
+            try:
+                self._path = Path(text.removeprefix("file://")).expanduser()
+            except RuntimeError as error:  # ~ and a name that is no user's
+                raise DataError(f"{self.where}: {text!r} is no path ({error})") from None
 
     def _named(self) -> str:
         return f" ({self._path})" if self._path is not None else ""
@@ -278,9 +281,27 @@ def _opened(data: bytes, where: str) -> Any:
 
     try:
         with PIL.Image.open(io.BytesIO(data)) as image:
+            if image.format == "EPS":  # a program, which PIL would have Ghostscript run
+                raise ValueError("EPS is not taken")
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # whatever the reader of a damaged file raises
         raise DataError(f"{where} is no image that can be read ({_said(error)})") from error
+
+
+def _size(image: Any) -> tuple[int, int]:
+    """Height and width of an image of PIL's, turned as it was taken."""
+    turned = image.getexif().get(0x0112) in _TURNED
+    return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def _as_png(image: Any) -> bytes:
+    """An image of PIL's, turned as it was taken: PNG files do not say how."""
+    import PIL.ImageOps
+
+    encoded = io.BytesIO()
+    image = PIL.ImageOps.exif_transpose(image)
+    (image.convert("RGB") if image.mode in _PRINTED else image).save(encoded, "PNG")
+    return encoded.getvalue()
 
 
 def _said(error: Exception) -> str:

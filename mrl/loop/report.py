@@ -59,7 +59,7 @@ def shown_completion(rollout: Rollout) -> str:
     """A rollout as text: task, reward or why there is none, prompt, completion."""
     scored = f"not scored: {rollout.error}" if rollout.reward is None else f"reward {rollout.reward:g}"
     prompt, completion = _text(rollout.prompt).strip(), _text(rollout.completion).strip()
-    cut = "  (cut at the token limit)" if rollout.truncated else ""
+    cut = f"  (cut at {rollout.limit or 'the token limit'})" if rollout.truncated else ""
     return f"[{rollout.task_id}] {scored}\nprompt: {prompt}\ncompletion{cut}: {completion}"
 
 

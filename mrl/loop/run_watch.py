@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from mrl.config import OrchestratorConfig
 from mrl.experience.failures import cause_key, group_causes, in_one_line
 from mrl.experience.groups import PASS, has_signal, is_scored, reads_of
+from mrl.store.filters import Filter
 from mrl.store.find import shortest_name
 from mrl.store.read import RunReader
 from mrl.system.shell import command
@@ -22,6 +24,8 @@ ALIKE_STEPS = 5
 """Steps in a row in which no group's rewards differ before a warning: one or two are chance."""
 TRUNCATED = 0.5
 """Share of a step's completions that are cut, from which on there is a warning."""
+LAST_ROLLOUTS = 64
+"""Of which the summary at the end looks what cut them."""
 MOST_CAUSES = 8
 """Causes that are reported one by one: messages may hold text that is different every time."""
 
@@ -152,8 +156,15 @@ def find_troubles(run: Path) -> list[str]:
         found = _failed(reader)
         cut, generated = reader.truncated()
         if cut and cut >= TRUNCATED * generated:
-            found.append(f"{cut:,} of {generated:,} completions were cut at the token limit")
+            found.append(f"{cut:,} of {generated:,} completions were cut at {_limits(reader)}")
         return found + _alike_steps(reader)
+
+
+def _limits(reader: RunReader) -> str:
+    """What cut the last ones, by name: those of all are nowhere but in the rollouts themselves."""
+    last = islice(reader.rollouts(Filter("train"), newest_first=True), LAST_ROLLOUTS)
+    names = Counter(row.get("limit") or "the token limit" for row in last if row["finish_reason"] == "length")
+    return " or ".join(name for name, _ in names.most_common()) or "a limit"
 
 
 def _failed(reader: RunReader) -> list[str]:

@@ -215,7 +215,7 @@ class RunReader:
         return errors, self.count(Filter(split)) - dropped
 
     def truncated(self) -> tuple[int, int]:
-        """In training: completions that hit the token limit, and all that were generated."""
+        """In training: completions that a limit cut, of tokens, turns or time, and all that were generated."""
         sql = (
             "SELECT coalesce(sum(finish_reason = 'length'), 0), count(finish_reason) FROM rollouts "
             "WHERE step_id % 2 = 0"

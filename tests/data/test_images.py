@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from mrl.data import load_tasks
@@ -139,3 +141,34 @@ def test_photographs_are_turned_as_they_were_taken() -> None:
 def test_a_message_needs_its_image() -> None:
     with pytest.raises(DataError, match="here: a part of type 'image' has no image"):
         as_message({"role": "tool", "content": [{"type": "image"}]}, "here")
+
+
+def test_photographs_of_pil_are_turned_as_files_are(tmp_path: Path) -> None:
+    photograph = PIL.Image.new("CMYK", (40, 20))
+    turned = PIL.Image.Exif()
+    turned[0x0112] = 6
+    photograph.save(tmp_path / "a.jpg", exif=turned)
+    with PIL.Image.open(tmp_path / "a.jpg") as lazy:
+        for picture in (Picture(tmp_path / "a.jpg"), Picture(lazy)):
+            assert (picture.size, picture.open().size, picture.size) == ((40, 20), (20, 40), (40, 20))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("~nobody-of-this-name/a.png", "is no path"),
+        ("a\0b.png", "embedded null byte"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n", "EPS is not taken"),
+        (png()[:40] + b"\0" * 60, "no image that can be read"),
+    ],
+)
+def test_what_is_no_image_is_an_error_of_the_data(source: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        Picture(source).media()
+
+
+def test_a_damaged_image_that_was_not_read_yet() -> None:
+    data = png(size=(64, 64))
+    at = data.index(b"IDAT")
+    with pytest.raises(DataError, match="cannot be written as PNG"):
+        Picture(PIL.Image.open(io.BytesIO(data[:at] + b"IDAT" + b"\1" * 60))).media()

@@ -8,7 +8,8 @@ import pytest
 
 from mrl.config import OrchestratorConfig
 from mrl.experience.batch import make_batch
-from mrl.loop.run_watch import MOST_CAUSES, RunWatch
+from mrl.loop.run_watch import MOST_CAUSES, RunWatch, find_troubles
+from mrl.store.run import RunStore
 from mrl.types import Group, Rollout, Sample, Task
 
 
@@ -107,3 +108,17 @@ def test_attempts_until_max_turns_are_told_once_and_other_limits_again() -> None
     assert [line.split(":")[0] for line in said] == ["step 1", "step 2", "step 4", "step 8"]
     both = watched([cut("max_turns", "max_turns"), cut("step_timeout", "step_timeout")])
     assert [line.split(":")[0] for line in both] == ["step 1", "step 2"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [(("max_turns", "max_turns", "step_timeout"), "max_turns or step_timeout"), (("", ""), "the token limit")],
+)
+def test_a_whole_run_names_the_limits_that_cut_it(limits: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    (made,) = groups([1.0] * len(limits), reason="length")
+    for rollout, limit in zip(made.rollouts, limits, strict=True):
+        rollout.limit = limit
+    store = RunStore(tmp_path / "r", OrchestratorConfig())
+    store.write_step(1, {"reward/mean": 1.0}, [made])
+    store.close()
+    assert find_troubles(tmp_path / "r")[0] == f"{len(limits)} of {len(limits)} completions were cut at {said}"

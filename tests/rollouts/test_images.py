@@ -85,6 +85,8 @@ def test_texts_with_the_placeholder_are_refused(llava_model: str, tiny_model: st
     encoder = encoder_of(llava_model)
     with pytest.raises(DataError, match="1 images, and the chat template wrote <image> 2 times"):
         encoder.encode([asks(image(), "what is <image>?")])
+    with pytest.raises(DataError, match="an image of 900 x 4 pixels is more than 200 times as long as wide"):
+        encoder_of(llava_model).encode([asks(image("red", (900, 4)))])
     with pytest.raises(DataError, match="the model takes no images"):
         PromptEncoder(load_tokenizer(ModelConfig(model=tiny_model, device="cpu"))).encode([asks(image())])
 

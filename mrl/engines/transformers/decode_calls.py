@@ -195,7 +195,7 @@ class DecodeThread:
                 continue
             try:
                 own = self._states_of(call)
-            except EngineError as error:
+            except Exception as error:  # any error has to reach the callers that wait
                 call.answer.set_exception(error)
                 continue
             self._running[call] = None

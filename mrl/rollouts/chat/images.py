@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 
+MOST_LONG = 200
+"""An image may be so many times as long as wide, as with Qwen2-VL: processors that scale the shorter side to a fixed
+number of pixels make gigabytes of a single row of them."""
+
+
 class ImageWriter:
     """Writes images for one processor (`mrl.models.load_processor`)."""
 
@@ -69,6 +74,11 @@ class ImageWriter:
 
     def _write(self, picture: Picture) -> str:
         size = picture.size
+        if max(size) > MOST_LONG * min(size):
+            raise DataError(
+                f"{picture.where}: an image of {size[1]} x {size[0]} pixels is more than {MOST_LONG} times as long as "
+                "wide"
+            )
         if size not in self._written:
             import PIL.Image
 
