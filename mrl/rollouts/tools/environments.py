@@ -7,7 +7,7 @@ import inspect
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
@@ -35,7 +35,7 @@ class OwnThread:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What it returns or raises. Cancelled, it is not waited for any more, and runs to its end all the same."""
         answer: Future[Any] = Future()
         self._work.put((lambda: function(*args, **kwargs), answer))
@@ -52,12 +52,8 @@ class OwnThread:
                 continue
             try:
                 result = function()
-            except StopIteration as error:  # which nothing can await: a factory's list of servers has run out, e.g.
-                stopped = RuntimeError(f"StopIteration: {error}".rstrip(": "))
-                stopped.__cause__ = error
-                answer.set_exception(stopped)
             except BaseException as error:  # raised again where the answer is awaited
-                answer.set_exception(error)
+                answer.set_exception(_raised(error))
             else:
                 answer.set_result(result)
             del function, answer, item
@@ -102,10 +98,10 @@ class Environment:
             raise EnvError(f"step_reward of {described(type(self.instance))} is {value!r}, not a finite number")
         return number
 
-    async def call(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, **kwargs: Any) -> Any:
         """One of its methods, which may be asynchronous."""
         if inspect.iscoroutinefunction(function):
-            return await function(**kwargs)
+            return await _awaited(function(**kwargs))
         try:
             result = await self.thread.call(function, **kwargs)
         except asyncio.CancelledError:
@@ -113,7 +109,7 @@ class Environment:
             self.thread.end()
             self.thread = OwnThread("mrl-environment")
             raise
-        return await result if inspect.isawaitable(result) else result
+        return await _awaited(result) if inspect.isawaitable(result) else result
 
     async def close(self) -> str | None:
         """Call its `close()`, if it has one, and end its thread. Returns what went wrong, if anything did."""
@@ -303,6 +299,23 @@ def factory_of(given: Any, option: str = "environment_factory") -> Any:
     """What makes an environment: as it was given, by the name of a shipped or registered one, or imported by that of
     its file or module. Raises ConfigError."""
     return ENVIRONMENTS.get(given) if isinstance(given, str) and given.isidentifier() else found(given, option)
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except SystemExit as error:
+        raise _raised(error) from error
+
+
+def _raised(error: BaseException) -> Exception:
+    """What a function raised, as an exception that only ends what awaits it: `sys.exit()` in a tool is no wish to end
+    the run, and nothing can await StopIteration (a factory's list of servers has run out, e.g.)."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    raised = RuntimeError(f"{type(error).__name__}: {error}".rstrip(": "))
+    raised.__cause__ = error
+    return raised
 
 
 def _number(value: Any) -> float | None:
