@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from mrl.environments.base import tool_methods
+from mrl.environments.base import closes, tool_methods
 from mrl.errors import ConfigError, EnvError, MRLError
 
 if TYPE_CHECKING:
@@ -62,13 +62,19 @@ def action_type(kind: type) -> type[Any]:
         fields["tool"] = (Literal[tuple(tools)], ...)
     for tool, method in tools.items():
         types = get_type_hints(method)
-        for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
+        for name, parameter in _parameters(kind, tool):
             everywhere = all(name in inspect.signature(other).parameters for other in tools.values())
             required = everywhere and parameter.default is parameter.empty
             field = (types.get(name, Any), ...) if required else (types.get(name, Any) | None, None)
             if name in ("metadata", "tool") or fields.setdefault(name, field) != field:
                 raise ConfigError(f"{kind.__qualname__}.{tool}: the parameter {name!r} needs another name to be served")
     return create_model(f"{kind.__name__}Action", __base__=Action, **fields)
+
+
+def _parameters(kind: type, method: str) -> list[tuple[str, inspect.Parameter]]:
+    """Without `self`."""
+    static = isinstance(inspect.getattr_static(kind, method), staticmethod)
+    return list(inspect.signature(getattr(kind, method)).parameters.items())[0 if static else 1 :]
 
 
 def observation_type(kind: type) -> type[Any]:
@@ -93,7 +99,7 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
         def __init__(self) -> None:
             super().__init__()
             self.inner = make()
-            self.tools = tool_methods(type(self.inner))
+            self.tools = tool_methods(self.inner)
             self.now = State()
             self.reward = 0.0
             self.begun = False
@@ -119,7 +125,7 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
             method = self.tools[given.pop("tool", next(iter(self.tools)))]
             accepted = inspect.signature(method).parameters
             try:
-                text = _finished(method(self.inner, **{key: given[key] for key in given if key in accepted}))
+                text = _finished(method(**{key: given[key] for key in given if key in accepted}))
             except MRLError:
                 raise
             except Exception as error:
@@ -137,7 +143,9 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
             return EnvironmentMetadata(name=name, description=told)
 
         def close(self) -> None:
-            if hasattr(self.inner, "__exit__"):
+            if closes(type(self.inner)):
+                _finished(self.inner.close())
+            elif hasattr(self.inner, "__exit__"):
                 self.inner.__exit__(None, None, None)
 
         def _total(self) -> float:

@@ -156,6 +156,31 @@ class TwoTypes:
         return x
 
 
+class Closes:
+    """Has a `close`, and a tool that is a function of the class."""
+
+    closed = 0
+
+    def reset(self) -> None: ...
+
+    @staticmethod
+    def double(x: int) -> str:
+        return str(2 * x)
+
+    def close(self) -> None:
+        Closes.closed += 1
+
+
+def test_close_ends_a_session_and_is_no_tool() -> None:
+    with served(Closes, "closes") as url:
+        with client(url) as env:
+            env.reset()
+            before = Closes.closed
+            assert env.step({"x": 4}).observation["text"] == "8"
+        assert "tool" not in httpx.get(f"{url}/schema").json()["action"]["properties"]
+    assert Closes.closed > before
+
+
 def test_environments_of_others() -> None:
     with served(Asynchronous, "look") as url, client(url) as env:
         env.reset(seed=3, city="Rome", further=1)

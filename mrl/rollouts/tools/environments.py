@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
 from mrl.environments import ENVIRONMENTS
+from mrl.environments.base import closes, tool_methods
 from mrl.errors import ConfigError, EnvError, MRLError
 from mrl.rollouts.tools.functions import Tool, described, distinct, found
 
-_NO_TOOLS = ("reset", "get_reward")
 _STEP_REWARD = "step_reward"
 """Attribute of environments that reward each step."""
 CLOSE_SECONDS = 10.0
@@ -114,7 +114,7 @@ class Environment:
     async def close(self) -> str | None:
         """Call its `close()`, if it has one, and end its thread. Returns what went wrong, if anything did."""
         try:
-            if closes(self.instance):
+            if closes(type(self.instance)):
                 await asyncio.wait_for(self.call(self.instance.close), CLOSE_SECONDS)
         except TimeoutError:
             return f"{described(self.instance.close)} took longer than {CLOSE_SECONDS:g} s, and was left alone"
@@ -286,13 +286,8 @@ class Environments:
         return environment
 
     def _tools(self, name: str | None, instance: Any) -> list[Tool]:
-        # Listed on the class: looking at the instance would evaluate its properties.
-        names = [
-            method
-            for method, _ in inspect.getmembers(type(instance), inspect.isfunction)
-            if not method.startswith("_") and method not in _NO_TOOLS and not (method == "close" and closes(instance))
-        ]
-        return [*self.common, *(Tool.of(getattr(instance, method), _option(name)) for method in names)]
+        own = [Tool.of(method, _option(name)) for method in tool_methods(instance).values()]
+        return [*self.common, *own]
 
 
 def factory_of(given: Any, option: str = "environment_factory") -> Any:
@@ -327,18 +322,6 @@ def _number(value: Any) -> float | None:
 
 def _option(name: str | None) -> str:
     return "environment_factory" if name is None else f"environment_factory, {name!r}"
-
-
-def closes(instance: Any) -> bool:
-    """Whether it has a `close()` that needs no arguments, which is no tool then."""
-    close = getattr(type(instance), "close", None)
-    if not callable(close):
-        return False
-    try:
-        inspect.signature(instance.close).bind()
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _check_annotation(method: Any, name: str, kinds: tuple[type, ...], option: str) -> None:
