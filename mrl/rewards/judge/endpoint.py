@@ -92,7 +92,7 @@ class Endpoint:
                 response = await self._client.post(f"{self.url}/chat/completions", content=json.dumps(body))
         except TimeoutError:
             raise _Trouble(f"did not answer within {self._timeout:g} s") from None
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _Trouble(f"could not be reached ({type(error).__name__}: {error})".replace(": )", ")")) from None
         status = response.status_code
         if status != 200:
@@ -102,7 +102,7 @@ class Endpoint:
             raise _Trouble(f"answered {status}: {said}", passing, status, _retry_after(response))
         try:
             return _read(response.json(), retries)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError):
             said = self._without_key(response.text)[:_SHOWN]
             raise _Trouble(f"answered what is no chat completion: {said!r}") from None
 
@@ -144,7 +144,7 @@ def _error_of(response: httpx.Response) -> tuple[str, str | None]:
         error = body.get("error", body)
         said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
         code = error.get("code") if isinstance(error, dict) else None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         said, code = response.text, None
     return " ".join(str(said or response.reason_phrase).split()) or "no reason", code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,16 @@ def test_a_file_that_is_no_cache_is_refused(server: JudgeServer, tmp_path: Path)
     (tmp_path / "c.db").write_text("something else, which is long enough to be looked at" * 100)
     with pytest.raises(RewardError, match=r"c\.db cannot be used"):
         Judge(**server.options(cache=str(tmp_path / "c.db"))).open(None)
+
+
+def test_a_file_that_breaks_later_ends_the_run_by_name(server: JudgeServer, tmp_path: Path) -> None:
+    """Without it what is paid for would be neither kept nor counted."""
+    judge = Judge(**server.options(cache=str(tmp_path / "c.db")))
+    judge.open(None)
+    with sqlite3.connect(tmp_path / "c.db") as database:
+        database.execute("DROP TABLE answers")
+    with pytest.raises(RewardError, match=r"c\.db cannot be used \(no such table: answers\)"):
+        score(judge, rows("a"))
 
 
 def test_the_worker_keeps_answers_in_the_runs_folder(server: JudgeServer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Response
 
 from mrl.errors import RewardError
 from mrl.rewards.judge import Judge
@@ -51,6 +52,13 @@ def test_retry_after_is_kept(server: JudgeServer) -> None:
         (lambda body, number: error(429, "no money", code="insufficient_quota"), 1, "answered 429: no money"),
         (lambda body, number: error(401, "wrong key"), 1, "answered 401: wrong key"),
         (lambda body, number: {"choices": []}, 3, "what is no chat completion"),
+        (lambda body, number: Response("[" * 100_000, 200), 3, "what is no chat completion"),
+        (
+            lambda body, number: Response('{"choices": [{"message": {}}], "usage": {"prompt_tokens": 1e999}}', 200),
+            3,
+            "what is no chat completion",
+        ),
+        (lambda body, number: Response("[" * 100_000, 403), 1, "answered 403: [[["),
         (lambda body, number: error(400, "too long for me"), 2, "answered 400: too long for me"),
     ],
 )
@@ -110,6 +118,17 @@ def test_the_key_is_in_no_message(server: JudgeServer, monkeypatch: pytest.Monke
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(RewardError, match="api_key_env: MY_KEY is not set"):
         score(judge, rows("x"))
+
+
+@pytest.mark.parametrize("key", ["secret\n-123", "secret -123", "secret\u2026"])
+def test_what_cannot_be_a_key_is_refused_and_in_no_message(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(RewardError, match="api_key_env: MY_KEY holds spaces") as caught:
+        score(Judge(**server.options(api_key_env="MY_KEY")), rows("x"))
+    assert "secret" not in str(caught.value)
+    assert not server.bodies
 
 
 def test_a_run_that_is_stopped_keeps_what_was_paid_for(server: JudgeServer, tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def test_it_travels(server: JudgeServer, copied: Any) -> None:
     [
         ({"modle": "m"}, "did you mean 'model'"),
         ({"base_url": "localhost:8000"}, "is no URL"),
+        ({"base_url": "http://localhost:99999/v1"}, "is no URL"),
+        ({"base_url": "http://localhost:80a/v1"}, "is no URL"),
         ({"base_url": "http://user:key@host/v1"}, "api_key_env"),
         ({"api_key_env": "sk-abc"}, "name of an environment variable"),
         ({"rubric": "none.md"}, "none.md cannot be read"),
