@@ -31,7 +31,7 @@ def serve(make: Callable[[], Any], name: str, *, host: str, port: int, max_sessi
         try:
             listening.bind((host, port))
             listening.listen(128)  # from here on clients may come
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # in use; beyond what ports there are
             raise ConfigError(f"port: {host}:{port} cannot be listened on: {error}; give another one") from error
         print(f"{name} is served at http://{host}:{listening.getsockname()[1]}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listening])

@@ -17,7 +17,7 @@ import pytest
 from mrl.environments.coding import Coding
 from mrl.environments.echo import Echo
 from mrl.environments.number_guessing import NumberGuessing
-from mrl.environments.serve import action_type, make_app
+from mrl.environments.serve import action_type, make_app, serve
 from mrl.environments.text_game import TextGame
 from mrl.errors import ConfigError
 from tests.environments.test_shipped import Answers, Fails
@@ -188,6 +188,11 @@ def test_environments_of_others() -> None:
         assert (result.observation["text"], result.done, result.reward) == ("a church in Rome", False, 0.0)
     with pytest.raises(ConfigError, match=r"TwoTypes.two: the parameter 'x' needs another name"):
         make_app(TwoTypes, "two")
+
+
+def test_a_port_that_there_is_not_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"port: 127\.0\.0\.1:99999 cannot be listened on"):
+        serve(Echo, "echo", host="127.0.0.1", port=99999, max_sessions=1)
 
 
 def test_the_command_serves_without_torch() -> None:
