@@ -7,9 +7,8 @@ from typing import Any
 
 from mrl.rollouts.tools.source import ToolSource
 from mrl.types import Rollout, Task
+from tests.rollouts.offered import ASK, results
 from tests.rollouts.scripted import Scripted, call, setup
-
-ASK = [{"role": "user", "content": "go"}]
 
 
 def leave(code: int) -> str:
@@ -69,10 +68,6 @@ class Deals:
 async def said(text: str, **options: Any) -> Rollout:
     policy = Scripted([text, "done"])
     return await ToolSource.create(setup(), **options).run(Task("t", ASK), 0, policy, 1)
-
-
-def results(rollout: Rollout) -> list[str]:
-    return [m["content"] for m in rollout.messages if m["role"] == "tool"]
 
 
 async def test_one_that_exits_is_answered_with_an_error() -> None:
