@@ -90,9 +90,7 @@ async def test_step_rewards_are_numbers() -> None:
         def step_reward(self) -> float:  # type: ignore[override]
             return 1.0
 
-    with pytest.raises(
-        EnvError, match=r"step_reward of .*Much \(.*:\d+\) is .a lot., not a finite"
-    ):
+    with pytest.raises(EnvError, match=r"step_reward of .*Much \(.*:\d+\) is .a lot., not a finite"):
         await attempt(Scripted([call("earn", '{"much": 1}')]), environment_factory=Much)
     with pytest.raises(ConfigError, match=r"step_reward of .*Method .* is a method; it is a number"):
         ToolSource.create(setup(), environment_factory=Method)
