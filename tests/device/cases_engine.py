@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from mrl.engines.transformers import decode_calls
 from mrl.engines.transformers.decode import STEPS_PER_CHECK
 from mrl.engines.transformers.engine import TransformersEngine
 from mrl.system import memory
@@ -143,6 +145,8 @@ def test_engines_on_one_device_share_what_is_free(monkeypatch: pytest.MonkeyPatc
     )
     one = engines[0]._limits.max_batch_tokens
     engines.clear()
+    while decode_calls._SHARED_THREAD.running:  # answered a moment before the thread lets go of the engine
+        time.sleep(0.001)
     gc.collect()
     assert engine_on("sim", "qwen2")._limits.max_batch_tokens == one
 

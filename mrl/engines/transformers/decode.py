@@ -150,6 +150,7 @@ class _Batch:
         """For each step since the last check: token_B, logprob_B, stop_B (the token ends its row), usable_B."""
         # In host memory:
         self.running_B: Tensor
+        self.host_offset_B: Tensor
         self.ids_BT = torch.zeros(0, 1, dtype=torch.int64)
         self.logprobs_BT = torch.zeros(0, 1, dtype=torch.float32)
 
@@ -216,11 +217,11 @@ class _Batch:
         """Start as many waiting requests as there is room for, if they are enough to be worth a prefill."""
         if self.running and not self.lm.replaces_rows:
             return
-        states = self.next_requests()
-        few, all_fit = len(states) < REFILL_SHARE * self.running, len(states) == len(self.queue)
-        if few and all_fit and self.clock - self.waiting_since < PATIENCE:
+        if len(self.queue) < REFILL_SHARE * self.running and self.clock - self.waiting_since < PATIENCE:
             return
+        states = self.next_requests()
         self.freed = False
+        few, all_fit = len(states) < REFILL_SHARE * self.running, len(states) == len(self.queue)
         if not states or (few and not all_fit):
             return
         for _ in states:
@@ -289,10 +290,10 @@ class _Batch:
         index = [p for p, slots in enumerate(slots_P) for _ in slots]
         index_N = to_device(self.device, index)
         slots_N = to_device(self.device, [slot for slots in slots_P for slot in slots])
-        room, max_length = (
-            min(self.ids_BT.shape[1], FIRST_ROOM),
-            max(row.state.max_length for row in self.rows if row is not None),
-        )
+        running = [row.state for row in self.rows if row is not None]
+        max_length = max(state.max_length for state in running)
+        go_on = any(state.request.session is not None for state in running)
+        room = FIRST_ROOM if go_on else min(self.ids_BT.shape[1], FIRST_ROOM)
         self.step.put(part, index_N, slots_N, total, room=room, max_length=max_length)
         if fresh or len(self.logits_BV) < total:
             logits_BV = part.logits_PV.new_zeros(total, part.logits_PV.shape[1])
@@ -426,20 +427,21 @@ class _Batch:
         rows = [row or filler for row in self.rows]
         samplings = [row.state.request.sampling for row in rows]
         self.params = RowParams.build(samplings, [row.state.request.seed for row in rows], device)
-        self.stop_ids_BS = _stop_table([self.eos_ids.union(s.stop_token_ids) for s in samplings], device)
+        self.stop_ids_BS = _stop_table(self.eos_ids, [s.stop_token_ids for s in samplings], device)
         self.stop_strings.set_rows([s.stop for s in samplings], self.lm.vocab_size)
         self.max_new_B1 = torch.tensor([row.state.max_new for row in rows])[:, None]
         self.host_first_step_B1 = torch.tensor([row.first_step for row in rows])[:, None]
         self.running_B = torch.tensor([row is not None for row in self.rows])
         self.first_step_B = to_device(device, self.host_first_step_B1[:, 0])
-        self.offset_B = to_device(device, [row.offset for row in rows])
+        self.host_offset_B = torch.tensor([row.offset for row in rows])
+        self.offset_B = to_device(device, self.host_offset_B)
         self.measure()
 
     def measure(self) -> None:
         """Tell the step how many tokens the running rows have in the cache."""
-        lengths = {row.offset + self.clock for row in self.rows if row is not None}
-        if lengths:
-            self.step.measure(lengths)
+        if self.running:
+            shortest, longest = self.host_offset_B[self.running_B].aminmax()
+            self.step.measure(int(shortest) + self.clock, int(longest) + self.clock)
 
 
 def _step_of(lm: CausalLM, limits: Limits) -> DecodeStep:
@@ -451,7 +453,9 @@ def _step_of(lm: CausalLM, limits: Limits) -> DecodeStep:
     return step
 
 
-def _stop_table(stop_ids: list[frozenset[int]], device: torch.device) -> Tensor:
-    """Stop ids [B, S], padded with -1."""
-    width = max(1, *map(len, stop_ids)) if stop_ids else 1
-    return to_device(device, [[*sorted(ids), *[-1] * (width - len(ids))] for ids in stop_ids])
+def _stop_table(eos_ids: frozenset[int], stop_ids_B: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """The ids that end each row [B, S], padded with -1."""
+    ids_of = {stop_ids: sorted(eos_ids.union(stop_ids)) for stop_ids in set(stop_ids_B)}
+    width = max(1, *map(len, ids_of.values()))
+    padded = {stop_ids: ids + [-1] * (width - len(ids)) for stop_ids, ids in ids_of.items()}
+    return to_device(device, [padded[stop_ids] for stop_ids in stop_ids_B])

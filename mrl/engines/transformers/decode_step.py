@@ -6,7 +6,6 @@ it on a cache of fixed size, so that a step is always the same sequence of kerne
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -33,8 +32,8 @@ class DecodeStep(Protocol):
         may reach.
         """
 
-    def measure(self, lengths: Collection[int]) -> None:
-        """Called after rows came or went. lengths: tokens of each running row, without the one just sampled."""
+    def measure(self, shortest: int, longest: int) -> None:
+        """Called after rows came or went: the tokens of running rows, without the one just sampled."""
 
     def forward(self, token_B: Tensor, length_B: Tensor) -> Tensor:
         """Logits [B, V] after one more token per row. length_B: each row's tokens including it; finished rows: any."""
@@ -74,11 +73,11 @@ class EagerStep:
             self.cache, self.columns = part.cache, length
             select_rows(self.cache, index_N)
 
-    def measure(self, lengths: Collection[int]) -> None:
+    def measure(self, shortest: int, longest: int) -> None:
         if isinstance(self.cache, GrowingCache):
-            self.columns = max(lengths)
+            self.columns = longest
             self.cache.keep_columns(self.columns)
-        self.padded = set(lengths) != {self.columns}
+        self.padded = (shortest, longest) != (self.columns, self.columns)
 
     def forward(self, token_B: Tensor, length_B: Tensor) -> Tensor:
         self.columns += 1

@@ -8,10 +8,12 @@ row selection is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -205,7 +207,7 @@ class GrowingLayer(DynamicLayer):
                 room, before = max(room, columns // 2), columns // 8
             capacity = max(rows, capacity * 3 // 2) if rows > capacity else min(capacity, rows * 3 // 2)
             shapes = [(capacity, b.shape[1], before + columns + room, b.shape[3]) for b in source._buffers]
-            buffers = [b.new_zeros(shape) for b, shape in zip(source._buffers, shapes, strict=True)]
+            buffers = [_zeros(b, shape) for b, shape in zip(source._buffers, shapes, strict=True)]
             self._move(buffers, before + columns)
             self.is_initialized = True
         elif self.end < length:
@@ -237,7 +239,7 @@ class GrowingLayer(DynamicLayer):
             return
         room = max(length + new, length * 3 // 2)
         shapes = [(rows, heads, room, width), (rows, heads, room, self._buffers[1].shape[3])]
-        self._move([b.new_zeros(shape) for b, shape in zip(self._buffers, shapes, strict=True)], length)
+        self._move([_zeros(b, shape) for b, shape in zip(self._buffers, shapes, strict=True)], length)
 
     def _shift(self, end: int) -> None:
         """Move inside the buffers, a few rows at a time, so that the last column is just before `end`."""
@@ -253,6 +255,21 @@ class GrowingLayer(DynamicLayer):
         for new, old in zip(buffers, self._buffers, strict=False):  # there are none yet in a new layer
             new[: self.rows, :, end - length : end] = old[: self.rows, :, self.start : self.end]
         self._buffers, self.start, self.end = buffers, end - length, end
+
+
+_ALIGNED = 64
+"""Bytes: as torch aligns its own tensors. The last bits of a product can depend on it."""
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros of the same kind. On a CPU they take neither memory nor time before they are used, where torch's own are
+    written at once: the first use of each page of memory is what costs."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.itemsize
+    memory = np.zeros(size + _ALIGNED, dtype=np.uint8)
+    first = -memory.ctypes.data % _ALIGNED
+    return torch.from_numpy(memory[first : first + size]).view(like.dtype).view(shape)
 
 
 class GrowingCache(DynamicCache):

@@ -46,7 +46,7 @@ class RowParams:
         """One row per element of `params` and of `seeds`."""
 
         def column(values: list[float] | list[int] | list[bool], off: float, dtype: torch.dtype) -> Tensor | None:
-            return to_device(device, values, dtype) if any(v != off for v in values) else None
+            return to_device(device, values, dtype) if set(values) != {off} else None
 
         temperature_B = column([p.temperature or 1.0 for p in params], 1.0, torch.float32)
         return cls(

@@ -10,7 +10,7 @@ masks those outside its window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -71,8 +71,8 @@ class StaticStep:
         lengths_P = to_device(self.lm.device, [len(prompt) for prompt in part.prompts])
         self.cache.put(slots_N, part.cache, index_N, lengths_P[index_N], max(map(len, part.prompts)))
 
-    def measure(self, lengths: Collection[int]) -> None:
-        self.columns = max(lengths)
+    def measure(self, shortest: int, longest: int) -> None:
+        self.columns = longest
 
     def forward(self, token_B: Tensor, length_B: Tensor) -> Tensor:
         """See `DecodeStep.forward`. The result is overwritten by the next step."""

@@ -170,7 +170,7 @@ def _static_trial(lm: CausalLM) -> TrialLogits:
     def forward(rows: list[int], lengths: list[int]) -> None:
         """lengths: of each row's sequence, including the token given to the step."""
         tokens = [ids[row][length - 1] for row, length in zip(rows, lengths, strict=True)]
-        step.measure([length - 1 for length in lengths])
+        step.measure(min(lengths) - 1, max(lengths) - 1)
         logits = step.forward(torch.tensor(tokens, device=lm.device), torch.tensor(lengths, device=lm.device)).clone()
         pairs.extend(
             (row, length - 1, logits[at].float()) for at, (row, length) in enumerate(zip(rows, lengths, strict=True))

@@ -122,6 +122,19 @@ def test_a_growing_cache_holds_one_layer_twice_at_most() -> None:
     assert max(peaks) <= sum(after) + before[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grown_cache_is_finite_where_nothing_was_written_and_aligned_as_torchs_tensors(dtype: torch.dtype) -> None:
+    for rows in (1, 3, 7):
+        source, layer = GrowingLayer(), GrowingLayer()
+        states = torch.ones(rows, 2, 5, 4, dtype=dtype)
+        source.update(states, states)
+        layer.put(torch.arange(rows), rows + 2, source, None, 3, room=40)
+        for buffer in layer._buffers:
+            assert buffer.dtype == dtype
+            assert buffer.data_ptr() % 64 == 0
+            assert buffer.sum() == rows * 2 * 3 * 4
+
+
 def assert_alike(found: list[Completion], expected: list[Completion]) -> None:
     """Up to what bfloat16 rounds otherwise in other kernels."""
     for one, other in zip(found, expected, strict=True):
