@@ -131,10 +131,18 @@ def _read(answered: dict[str, Any], retries: int) -> Answer:
     return Answer(
         text=(choice["message"].get("content") or "").encode(errors="replace").decode(),  # without lone surrogates
         cut=choice.get("finish_reason") == "length",
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        completion_tokens=int(usage.get("completion_tokens") or 0),
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        completion_tokens=_count(usage.get("completion_tokens")),
         retries=retries,
     )
+
+
+def _count(tokens: Any) -> int:
+    """Raises ValueError for what no answer takes: it is added up, and bounds what a judge may cost."""
+    number = int(tokens or 0)
+    if not 0 <= number < 2**40:
+        raise ValueError(f"{number} tokens")
+    return number
 
 
 def _error_of(response: httpx.Response) -> tuple[str, str | None]:

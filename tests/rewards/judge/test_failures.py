@@ -16,7 +16,7 @@ from mrl.errors import RewardError
 from mrl.rewards.judge import Judge
 from mrl.workers.reward import RewardWorker
 from tests.rewards.judge.asked import metric, rows, score
-from tests.rewards.judge.server import JudgeServer, error, texts_shown
+from tests.rewards.judge.server import JudgeServer, chat, error, texts_shown
 
 
 def test_what_passes_is_tried_again(server: JudgeServer) -> None:
@@ -55,6 +55,11 @@ def test_retry_after_is_kept(server: JudgeServer) -> None:
         (lambda body, number: Response("[" * 100_000, 200), 3, "what is no chat completion"),
         (
             lambda body, number: Response('{"choices": [{"message": {}}], "usage": {"prompt_tokens": 1e999}}', 200),
+            3,
+            "what is no chat completion",
+        ),
+        (
+            lambda body, number: {**chat("1"), "usage": {"completion_tokens": -(10**30)}},
             3,
             "what is no chat completion",
         ),
