@@ -54,7 +54,7 @@ def _check(request: GenerateRequest, max_model_len: int, vocab_size: int | None)
     checks = {
         f"temperature={s.temperature} (must be finite and >= 0)": 0 <= s.temperature < float("inf"),
         f"top_p={s.top_p} (must be above 0 and at most 1)": 0 < s.top_p <= 1,
-        f"top_k={s.top_k} (must be >= 0; 0 = off)": s.top_k >= 0,
+        f"top_k={s.top_k} (must be from 0 to 2**31 - 1; 0 = off)": 0 <= s.top_k < 2**31,
         f"min_p={s.min_p} (must be from 0 to 1)": 0 <= s.min_p <= 1,
         f"max_tokens={s.max_tokens} (must be >= 1)": s.max_tokens >= 1,
         f"stop={s.stop!r} (an empty string occurs everywhere)": "" not in s.stop,

@@ -1,7 +1,8 @@
 """Any environment in the form of `environment_factory` as an OpenEnv server: a session has an instance of its own.
 
 An action's fields are the parameters of the tool; with several tools, `tool` says which. An observation's `text` is
-what the tool returned, or what the prompt would have been given. A step's reward is what it added to `get_reward`.
+what the tool returned, or what the prompt would have been given. A step's reward is what it added to `get_reward`, and
+`step_reward` where there is one.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
             super().__init__()
             self.inner = make()
             self.tools = tool_methods(self.inner)
+            self.rewards_steps = hasattr(self.inner, "step_reward")
             self.now = State()
             self.reward = 0.0
             self.begun = False
@@ -124,6 +126,8 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
             given = action.model_dump(exclude={"metadata"}, exclude_none=True)
             method = self.tools[given.pop("tool", next(iter(self.tools)))]
             accepted = inspect.signature(method).parameters
+            if self.rewards_steps:
+                self.inner.step_reward = 0.0
             try:
                 text = _finished(method(**{key: given[key] for key in given if key in accepted}))
             except MRLError:
@@ -132,7 +136,8 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
                 text = f"error: {error}"
             self.now.step_count += 1
             before, self.reward = self.reward, self._total()
-            return self._observation(str(text), self.reward - before)
+            step_reward = float(self.inner.step_reward) if self.rewards_steps else 0.0
+            return self._observation(str(text), self.reward - before + step_reward)
 
         @property
         def state(self) -> Any:
@@ -143,10 +148,10 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
             return EnvironmentMetadata(name=name, description=told)
 
         def close(self) -> None:
-            if closes(type(self.inner)):
-                _finished(self.inner.close())
-            elif hasattr(self.inner, "__exit__"):
+            if hasattr(self.inner, "__exit__"):
                 self.inner.__exit__(None, None, None)
+            elif closes(type(self.inner)):
+                _finished(self.inner.close())
 
         def _total(self) -> float:
             reward = getattr(self.inner, "get_reward", None)

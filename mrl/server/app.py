@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from mrl.errors import DataError, MRLError
 from mrl.rollouts.base import PolicyClient, SourceSetup
 from mrl.rollouts.function.sampling import GenerateBody, RefusedRequest, Sampler, SeedOf, explained
+from mrl.server.serving import is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 def create_app(policy: PolicyClient, setup: SourceSetup, seed_of: SeedOf, *, token: str | None = None) -> FastAPI:
     """An app that samples with `policy`, on the event loop that serves it.
 
-    seed_of: where a request brings no seed. token: what requests have to bring, as `Authorization: Bearer TOKEN`.
+    seed_of: where a request brings no seed. token: what requests have to bring, as `Authorization: Bearer TOKEN`;
+    without one they have to be for this machine by name, which those of a web page are not that somebody looks at here.
     """
     from fastapi import Depends, FastAPI, HTTPException, Request
     from fastapi.exceptions import RequestValidationError
@@ -30,6 +33,8 @@ def create_app(policy: PolicyClient, setup: SourceSetup, seed_of: SeedOf, *, tok
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
             raise HTTPException(401, "the header `Authorization: Bearer TOKEN` is missing or wrong")
+        if token is None and not _is_for_this_machine(request.headers.get("host", "")):
+            raise HTTPException(403, "without a token, requests are for 127.0.0.1 or localhost; see serve_token_env")
 
     async def generate(body: GenerateBody, request: Request) -> JSONResponse:
         try:
@@ -53,6 +58,12 @@ def create_app(policy: PolicyClient, setup: SourceSetup, seed_of: SeedOf, *, tok
     app.add_api_route("/health/", health, methods=["GET"], response_model=None)
     app.add_exception_handler(RequestValidationError, invalid)  # type: ignore[arg-type]
     return app
+
+
+def _is_for_this_machine(host: str) -> bool:
+    """The header `Host`: a page whose name is made to mean 127.0.0.1 says that name."""
+    name = re.sub(r":\d*$", "", host).strip("[]")
+    return name == "0.0.0.0" or is_loopback(name)
 
 
 async def _while_connected(work: Coroutine[Any, Any, dict[str, Any]], request: Any) -> dict[str, Any]:

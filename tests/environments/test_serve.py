@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -121,6 +122,36 @@ def test_several_tools() -> None:
         assert (result.reward, result.done) == (1.0, True)
         assert httpx.get(f"{url}/schema").json()["action"]["properties"].keys() == {"metadata", "tool", "code", "stdin"}
         assert "Hands in the solution" in httpx.get(f"{url}/metadata").json()["description"]
+
+
+class Paid:
+    """An environment as TRL's users write them: it rewards steps, and is closed."""
+
+    step_reward = 0.0
+    closed = 0
+
+    def reset(self) -> str:
+        return "earn"
+
+    def earn(self, much: float) -> str:
+        """Earns."""
+        self.step_reward += much
+        return "paid"
+
+    def close(self) -> None:
+        Paid.closed += 1
+
+
+def test_steps_have_rewards_and_sessions_are_closed() -> None:
+    with served(Paid, "paid") as url:
+        with client(url) as game:
+            game.reset()
+            rewards = [game.step({"much": much}).reward for much in (0.5, 0.25)]
+        for _ in range(500):
+            if Paid.closed:
+                break
+            time.sleep(0.01)
+    assert (rewards, Paid.closed) == ([0.5, 0.25], 1)
 
 
 def test_a_sandbox_that_fails_is_an_error_and_no_zero() -> None:

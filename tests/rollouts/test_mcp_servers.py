@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,6 +149,16 @@ def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_servers, "OPEN_SECONDS", 0.5)
     with pytest.raises(ConfigError, match=r"did not answer within 0\.5 s"):
         MCPServer("sleep 60").tools()
+
+
+def test_a_server_that_never_lists_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(mcp_servers, "OPEN_SECONDS", 0.01)
+    monkeypatch.setattr(mcp_servers.Session, "tools", never)
+    with pytest.raises(ConfigError, match=r"MCP server 'x' did not list its tools within 0\.02 s"):
+        MCPServer("x").tools()
 
 
 def test_servers_are_in_the_record() -> None:

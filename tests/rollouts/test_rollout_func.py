@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from asyncio import CancelledError
 from typing import Any
 
 import numpy
@@ -356,7 +357,7 @@ def test_what_is_wrong_with_one_rollout_fails_that_one(name: str, value: Any, me
 # --- when it fails, and when nobody waits -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError("no game left"), SystemExit(3), KeyError("x")])
+@pytest.mark.parametrize("error", [ValueError("no game left"), SystemExit(3), KeyError("x"), CancelledError()])
 def test_what_it_raises_fails_its_rollouts(error: BaseException) -> None:
     def function(prompts: list[str], trainer: Any) -> Any:
         raise error

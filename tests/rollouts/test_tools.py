@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -53,6 +54,36 @@ async def test_errors_go_to_the_policy(said: str, told: str) -> None:
     rollout = await attempt(Scripted([said, "sorry"]), tools=[add, fail])
     assert told in results(rollout)[0]
     assert (rollout.status, rollout.metrics["tool_errors"], rollout.metrics["turns"]) == ("ok", 1, 2)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError("no"), StopIteration("end")])
+async def test_nothing_that_a_tool_raises_ends_the_run(error: BaseException) -> None:
+    """Code that the policy wrote may call `exit()`."""
+
+    def run(function: str) -> str:
+        """
+        Runs.
+
+        Args:
+            function: A name that is used inside.
+        """
+        assert function == "f"
+        raise error
+
+    async def runs(self: str) -> str:
+        """
+        Runs.
+
+        Args:
+            self: A name that is used inside.
+        """
+        assert self == "f"
+        raise SystemExit(3)
+
+    said = call("run", '{"function": "f"}') + call("runs", '{"self": "f"}')
+    rollout = await attempt(Scripted([said, "sorry"]), tools=[run, runs])
+    named = f"{type(error).__name__}: {error}"
+    assert results(rollout) == [str({"error": named}), "{'error': '3'}"]
 
 
 async def test_malformed_calls_are_counted() -> None:

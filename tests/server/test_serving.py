@@ -123,6 +123,22 @@ async def test_with_a_token_every_request_brings_it() -> None:
     assert health.status_code == 401
 
 
+@pytest.mark.parametrize("host", ["evil.example:8000", "127.0.0.1.evil.example", "[", ""])
+async def test_without_a_token_web_pages_do_not_ask(host: str) -> None:
+    """A page of evil.example, which its owner lets mean 127.0.0.1, may send what it likes, but for this header."""
+    async with served(Letters()) as client:
+        answers = [
+            (await client.post("/generate/", json={"prompts": ["one"]}, headers={"Host": name})).status_code
+            for name in (host, "localhost:8000", "[::1]:8000")
+        ]
+        blind = [
+            (await client.post("/generate/", content='{"prompts": ["one"]}', headers=headers)).status_code
+            for headers in ({}, {"Content-Type": "text/plain"})  # which a page may send anywhere
+        ]
+    assert answers == [403, 200, 200]
+    assert blind == [422, 422]
+
+
 async def test_nobody_samples_for_a_client_that_has_gone() -> None:
     policy = Letters(seconds=30)
     async with served(policy) as client:

@@ -70,7 +70,7 @@ class FunctionSource:
             self._seeds = Seeds(derive_seed(seed, "rollout_func", *(task.id for task in tasks)))
             call = Call(Sampler(policy, self.setup, self.seed_of), policy.version)
             try:
-                returned = await self.thread.call(self._run, *self._arguments(call, tasks, n, state))
+                returned = await self.thread.call(self.function, *self._arguments(call, tasks, n, state))
             except ENDS_ALL:
                 raise
             except Exception as error:  # the user's, whatever it is
@@ -96,12 +96,6 @@ class FunctionSource:
             return [self._as_text(task.prompt) for task in tasks], args, self.setup.tokenizer
         prompts = [self._as_given(task.prompt) for task in tasks for _ in range(n)]
         return prompts, RolloutTrainer(call, self.setup, args, state)
-
-    def _run(self, *arguments: Any) -> Any:
-        try:
-            return self.function(*arguments)
-        except SystemExit as error:  # would end the run without a word
-            raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
 
     def _as_given(self, prompt: Prompt) -> Prompt:
         """A copy, as the dataset has it; as messages where the run's options make it so."""

@@ -9,7 +9,7 @@ from mrl.rollouts.chat import ToolCall, ToolSpec
 from mrl.rollouts.openenv.places import Schema
 from mrl.rollouts.openenv.results import plain
 from mrl.rollouts.openenv.sessions import Session
-from mrl.rollouts.tools.functions import as_text
+from mrl.rollouts.tools.functions import MOST_OF_ERROR, as_text
 
 
 def has_tools(schema: Schema) -> bool:
@@ -22,8 +22,10 @@ async def list_tools(session: Session) -> list[ToolSpec]:
     """What the environment offers, as chat templates take it. Raises EnvError."""
     observation = plain((await session.step({"type": "list_tools"})).observation)
     tools = observation.get("tools") if isinstance(observation, dict) else None
-    if not tools:
+    if not isinstance(tools, list) or not tools:
         raise EnvError("the environment's actions are calls of tools, and it lists none")
+    if unnamed := [tool for tool in map(plain, tools) if not isinstance(tool, dict) or not tool.get("name")]:
+        raise EnvError(f"the environment lists a tool without a name: {str(unnamed[0])[:80]}")
     return [
         {
             "type": "function",
@@ -43,10 +45,13 @@ def call_action(call: ToolCall) -> dict[str, Any]:
 
 
 def result_text(observation: Any) -> tuple[str, bool]:
-    """What a call returned, as text, and whether it failed."""
+    """What a call returned, as text, and whether it failed. Raises EnvError for what is too long, or no answer."""
     fields = plain(observation)
+    if not isinstance(fields, dict):
+        raise EnvError(f"a call of a tool was answered with an observation of type {type(fields).__name__}")
     if error := fields.get("error"):
-        return str({"error": error.get("message", error) if isinstance(error, dict) else str(error)}), True
+        said = str(error.get("message", error) if isinstance(error, dict) else error)
+        return str({"error": said[:MOST_OF_ERROR]}), True
     result = plain(fields.get("result"))
     if not isinstance(result, dict):
         return as_text(result, result_text), False

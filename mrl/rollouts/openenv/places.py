@@ -4,6 +4,7 @@ started for them are in servers.py."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,10 @@ from mrl.errors import ConfigError, EnvError, WorkerDied
 from mrl.rewards.functions import split_file
 from mrl.rollouts.openenv.results import Lost, Result, plain
 from mrl.rollouts.openenv.serve import parameter
-from mrl.rollouts.openenv.sessions import ClientSession, ObjectSession, Session
+from mrl.rollouts.openenv.sessions import CLOSING_SECONDS, ClientSession, ObjectSession, Session
+
+WORKER_SECONDS = 5.0
+"""So much later than a worker itself it is noticed that it does not answer in time."""
 
 
 @dataclass
@@ -113,7 +117,7 @@ class InWorker(Place):
                     )
                 except WorkerDied as error:
                     raise EnvError(str(error)) from error
-        session = WorkerSession(self.worker, next(self.sessions))
+        session = WorkerSession(self.worker, next(self.sessions), self.seconds)
         await session.call("open")
         return session
 
@@ -134,31 +138,33 @@ class InWorker(Place):
 
 
 class WorkerSession:
-    """A session of an EnvWorker. A worker that is gone ends its own sessions, not the run."""
+    """A session of an EnvWorker. A worker that is gone, or stuck, ends its own sessions, not the run.
 
-    def __init__(self, worker: WorkerHandle, number: int) -> None:
-        self.worker, self.number = worker, number
+    seconds: that an answer may take, by the worker's own clock.
+    """
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Raises Lost, and what the method raises."""
+    def __init__(self, worker: WorkerHandle, number: int, seconds: float) -> None:
+        self.worker, self.number, self.seconds = worker, number, seconds
+
+    async def call(self, method: str, *args: Any, seconds: float | None = None) -> Any:
+        """Raises Lost, and what the method raises. seconds: None = as long as the backend lets calls take."""
+        timeout = None if seconds is None else seconds + WORKER_SECONDS
         try:
-            return await self.worker.call(method, self.number, *args)
+            return await self.worker.call(method, self.number, *args, timeout=timeout)
         except WorkerDied as error:
             raise Lost(str(error)) from error
 
     async def reset(self, arguments: dict[str, Any]) -> Result:
-        result: Result = await self.call("reset", arguments)
+        result: Result = await self.call("reset", arguments, seconds=self.seconds)
         return result
 
     async def step(self, action: Any) -> Result:
-        result: Result = await self.call("step", plain(action))
+        result: Result = await self.call("step", plain(action), seconds=self.seconds)
         return result
 
     async def close(self) -> None:
-        try:
-            await self.call("end")
-        except Lost:
-            return  # with all its sessions
+        with contextlib.suppress(Lost):  # with all its sessions
+            await self.call("end", seconds=CLOSING_SECONDS)
 
 
 @dataclass

@@ -48,14 +48,16 @@ class _Room:
         """When another session may be tried, on the loop's clock."""
         self.wait = FIRST_WAIT
         self.down_since: float | None = None
+        self.avoid_until = 0.0
+        """Where it did not answer: others that have room are taken first."""
 
     def has_room(self, now: float) -> bool:
         return (self.place.capacity is None or self.open < self.place.capacity) and now >= self.not_before
 
 
 class Pool:
-    """Sessions of some places. most: sessions at a time. connect_seconds: how long a place may not answer before its
-    attempts fail. note: told once when attempts wait for a full server."""
+    """Sessions of some places. most: sessions at a time. connect_seconds: how long none may answer before attempts
+    fail. note: told once when attempts wait for a full server."""
 
     def __init__(self, places: Sequence[Place], most: int, connect_seconds: float, note: Callable[[str], None]) -> None:
         self.rooms = [_Room(place) for place in places]
@@ -67,7 +69,7 @@ class Pool:
     async def begin(self, arguments: dict[str, Any], seconds: float | None = None) -> tuple[Seat, Result]:
         """A session that was reset with these arguments, when there is one. seconds: that the reset may take.
 
-        Raises EnvError for a reset that fails, and Lost for a place that does not answer for too long.
+        Raises EnvError for a reset that fails, and Lost where no place answers for too long.
         """
         while True:
             seat = await self._take()
@@ -135,10 +137,11 @@ class Pool:
         now = asyncio.get_running_loop().time()
         if sum(room.open for room in self.rooms) >= self.most:
             return None
-        return min((room for room in self.rooms if room.has_room(now)), key=lambda room: room.open, default=None)
+        rooms = [room for room in self.rooms if room.has_room(now)]
+        return min(rooms, key=lambda room: (now < room.avoid_until, room.open), default=None)
 
     def _accepted(self, seat: Seat) -> None:
-        seat.room.down_since = None
+        seat.room.down_since, seat.room.avoid_until = None, 0.0
         if not seat.used and seat.room.not_before:  # where there was room for one more, there may be for others
             seat.room.wait, seat.room.not_before = FIRST_WAIT, 0.0
             self._wake()
@@ -156,10 +159,11 @@ class Pool:
         self._close_later(seat)
 
     async def _be_patient(self, room: _Room, error: Lost) -> None:
-        """Wait a moment before the next try. Raises the error when the place was gone for too long."""
+        """Wait a moment before the next try. Raises the error when all places were gone for too long."""
         now = asyncio.get_running_loop().time()
         room.down_since = now if room.down_since is None else room.down_since
-        if now - room.down_since >= self.connect_seconds:
+        room.avoid_until = now + LONGEST_WAIT
+        if all(one.down_since is not None and now - one.down_since >= self.connect_seconds for one in self.rooms):
             raise error
         await asyncio.sleep(LOST_WAIT)
 
@@ -187,8 +191,10 @@ class Pool:
         """It has its place until it is closed: the server would refuse another one before."""
 
         async def close() -> None:
-            await seat.session.close()
-            self._closed(seat.room)
+            try:
+                await seat.session.close()
+            finally:
+                self._closed(seat.room)
 
         task = asyncio.get_running_loop().create_task(close())
         self.closing.add(task)

@@ -75,6 +75,10 @@ def result_of(answer: Any, who: str, *, typed: bool) -> Result:
     elif not typed:
         seen = as_fields(seen)
     named = metadata.get("rewards") if isinstance(metadata, dict) else None
+    if named and not isinstance(named, dict):
+        raise EnvError(f"{who} gave `rewards` of type {type(named).__name__} in its metadata; it has numbers by name")
+    if answer.done not in (True, False, None):
+        raise EnvError(f"{who} gave the `done` {_short(answer.done)}, of type {type(answer.done).__name__}")
     parts = {str(name): reward_of(value, who) or 0.0 for name, value in named.items()} if named else {}
     reward = reward_of(answer.reward, who)
     return Result(seen, sum(parts.values()) if reward is None and parts else reward, bool(answer.done), parts)

@@ -130,6 +130,8 @@ def _end_command(process: subprocess.Popen[bytes], ending: threading.Event) -> N
 
 def _end_with_parent() -> None:
     _until_alone()
+    if os.getpgrp() == os.getpid():  # what environments started, a browser, goes with it
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

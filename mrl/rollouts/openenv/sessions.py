@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from mrl.errors import EnvError
@@ -47,9 +48,13 @@ class ClientSession:
     def __init__(self, client: Any, name: str, seconds: float, *, typed: bool) -> None:
         self.client, self.name, self.seconds, self.typed = client, name, seconds, typed
         self.reads = described(type(client)._parse_result)
+        self.connection: Any = None
+        """That it was reset over."""
 
     async def reset(self, arguments: dict[str, Any]) -> Result:
-        return await self._ask("reset", lambda: self.client.reset(**arguments))
+        result = await self._ask("reset", lambda: self.client.reset(**arguments))
+        self.connection = getattr(self.client, "_ws", None)
+        return result
 
     async def step(self, action: Any) -> Result:
         try:
@@ -59,12 +64,22 @@ class ClientSession:
                 f"{described(type(self.client)._step_payload)} does not take the action {action!r} "
                 f"({type(error).__name__}: {error}); action_parser has to give what this client sends"
             ) from error
+        if not self._is_connected():
+            raise Lost(f"{self.name}: the connection was lost before step")
         return await self._ask("step", lambda: self.client.step(action))
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):  # the connection is given up, whatever its other end says to that
             async with asyncio.timeout(CLOSING_SECONDS):
                 await self.client.close()
+
+    def _is_connected(self) -> bool:
+        """Whether the connection of the last reset is still there. Without it the client would make another one, and
+        the action would be carried out in an environment that nobody has reset."""
+        from websockets.protocol import State
+
+        state = getattr(self.connection, "state", None)
+        return state is None or (state is State.OPEN and self.client._ws is self.connection)
 
     async def _ask(self, what: str, ask: Callable[[], Awaitable[Any]]) -> Result:
         from websockets.exceptions import WebSocketException
@@ -123,14 +138,21 @@ class ObjectSession:
     async def make(cls, factory: Callable[[], Any], seconds: float, *, typed: bool) -> ObjectSession:
         """Raises EnvError for a constructor that does."""
         session = cls(OwnThread("mrl-environment"), seconds, typed=typed)
+
+        def make() -> None:
+            session.instance = factory()
+
         try:
-            session.instance = await session.thread.call(factory)
+            await session.thread.call(make)
             if inspect.isawaitable(session.instance):
                 session.instance = await session.instance
         except Exception as error:
             session.thread.end()
             who = described(getattr(factory, "func", factory))  # of a partial, the class
             raise EnvError(f"{who} could not be made: {type(error).__name__}: {error}") from error
+        except BaseException:  # cancelled, and it may be made all the same
+            session._end()
+            raise
         return session
 
     async def reset(self, arguments: dict[str, Any]) -> Result:
@@ -141,13 +163,23 @@ class ObjectSession:
         return await self._ask(self._method("step"), self._action(action))
 
     async def close(self) -> None:
-        close = getattr(self.instance, "close", None)
+        closing = asyncio.wrap_future(self._end())
         with contextlib.suppress(Exception):  # nobody uses it any more
             async with asyncio.timeout(CLOSING_SECONDS):
-                closed = None if close is None else await self.thread.call(close)
+                closed = await asyncio.shield(closing)
                 if inspect.isawaitable(closed):
                     await closed
+
+    def _end(self) -> Future[Any]:
+        """Have the environment closed when the thread gets to it, however long a step still takes."""
+
+        def close() -> Any:
+            with contextlib.suppress(Exception):
+                return None if (method := getattr(self.instance, "close", None)) is None else method()
+
+        closing = self.thread.begin(close)
         self.thread.end()
+        return closing
 
     def _method(self, name: str) -> Callable[..., Any]:
         """The asynchronous form where the class has one of its own."""
@@ -168,7 +200,7 @@ class ObjectSession:
                 f"{described(kind)} does not take the action {action!r}: {error}; action_parser has to give its fields"
             ) from error
 
-    async def _ask(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Result:
+    async def _ask(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Result:
         who = described(method)
         try:
             async with asyncio.timeout(self.seconds):
@@ -179,7 +211,7 @@ class ObjectSession:
                     answer = await answer if inspect.isawaitable(answer) else answer
         except TimeoutError:
             raise EnvError(f"{who} took longer than {self.seconds:g} s (request_timeout_s)") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # of an asynchronous method, too
             raise EnvError(f"{who} raised {type(error).__name__}: {error}") from error
         return result_of(answer, who, typed=self.typed)
 

@@ -7,7 +7,7 @@ import inspect
 import math
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
@@ -23,6 +23,7 @@ CLOSE_SECONDS = 10.0
 """What an environment may take to close."""
 _RETURNS = {"reset": (int, float, bool, dict, tuple), "get_reward": (str, bytes, list, dict, tuple)}
 """Types that these methods cannot return, where they say so themselves."""
+_ENDS_WHO_AWAITS = (StopIteration, SystemExit, asyncio.CancelledError)
 
 
 class OwnThread:
@@ -36,10 +37,17 @@ class OwnThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What it returns or raises. Cancelled, it is not waited for any more, and runs to its end all the same."""
+        """What it returns or raises. Cancelled, it is not waited for any more, and runs to its end all the same.
+
+        RuntimeError for what an awaiting task takes as its own end, or the event loop as its.
+        """
+        return await asyncio.wrap_future(self.begin(function, *args, **kwargs))
+
+    def begin(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Have it run after what has begun, whether or not anybody waits for it."""
         answer: Future[Any] = Future()
         self._work.put((lambda: function(*args, **kwargs), answer))
-        return await asyncio.wrap_future(answer)
+        return answer
 
     def end(self) -> None:
         """After what has begun."""
@@ -52,8 +60,10 @@ class OwnThread:
                 continue
             try:
                 result = function()
-            except BaseException as error:  # raised again where the answer is awaited
+            except _ENDS_WHO_AWAITS as error:  # a factory's list of servers has run out, code calls `exit()`, e.g.
                 answer.set_exception(_raised(error))
+            except BaseException as error:  # raised again where the answer is awaited
+                answer.set_exception(error)
             else:
                 answer.set_result(result)
             del function, answer, item
@@ -101,7 +111,7 @@ class Environment:
     async def call(self, function: Callable[..., Any], /, **kwargs: Any) -> Any:
         """One of its methods, which may be asynchronous."""
         if inspect.iscoroutinefunction(function):
-            return await _awaited(function(**kwargs))
+            return await function(**kwargs)
         try:
             result = await self.thread.call(function, **kwargs)
         except asyncio.CancelledError:
@@ -109,7 +119,7 @@ class Environment:
             self.thread.end()
             self.thread = OwnThread("mrl-environment")
             raise
-        return await _awaited(result) if inspect.isawaitable(result) else result
+        return await result if inspect.isawaitable(result) else result
 
     async def close(self) -> str | None:
         """Call its `close()`, if it has one, and end its thread. Returns what went wrong, if anything did."""
@@ -257,10 +267,8 @@ class Environments:
 
     def _checked(self, name: str | None, make: Callable[[], Any]) -> Environment:
         thread = OwnThread("mrl-environment")
-        answer: Future[Any] = Future()
-        thread._work.put((make, answer))
         try:
-            instance = answer.result()
+            instance = thread.begin(make).result()
         except Exception as error:
             thread.end()
             raise ConfigError(self._not_made(name, error)) from error
@@ -296,21 +304,11 @@ def factory_of(given: Any, option: str = "environment_factory") -> Any:
     return ENVIRONMENTS.get(given) if isinstance(given, str) and given.isidentifier() else found(given, option)
 
 
-async def _awaited(work: Awaitable[Any]) -> Any:
-    try:
-        return await work
-    except SystemExit as error:
-        raise _raised(error) from error
-
-
-def _raised(error: BaseException) -> Exception:
-    """What a function raised, as an exception that only ends what awaits it: `sys.exit()` in a tool is no wish to end
-    the run, and nothing can await StopIteration (a factory's list of servers has run out, e.g.)."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
+def _raised(error: BaseException) -> RuntimeError:
+    """The same, as what ends nobody who awaits it."""
     raised = RuntimeError(f"{type(error).__name__}: {error}".rstrip(": "))
     raised.__cause__ = error
-    return raised
+    return raised.with_traceback(error.__traceback__)
 
 
 def _number(value: Any) -> float | None:

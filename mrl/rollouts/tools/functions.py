@@ -22,6 +22,8 @@ CHARACTERS_PER_TOKEN = 32
 hold up all attempts while it is made tokens."""
 MOST_CHARACTERS = 1_000_000
 """The same where the context is not known."""
+MOST_OF_ERROR = 4000
+"""Characters of an exception that the policy is told."""
 _UNNAMED: dict[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**", Parameter.POSITIONAL_ONLY: ""}
 """Parameters that a call cannot name, and what stands before them."""
 

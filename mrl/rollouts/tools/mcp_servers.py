@@ -107,7 +107,10 @@ class MCPServer:
     async def _listed(self) -> list[dict[str, Any]]:
         session = Session(self)
         try:
-            return await session.tools()
+            async with asyncio.timeout(2 * OPEN_SECONDS):  # to answer, and to list
+                return await session.tools()
+        except TimeoutError:
+            raise EnvError(f"{self} did not list its tools within {2 * OPEN_SECONDS:g} s") from None
         finally:
             await session.close()
 

@@ -23,6 +23,7 @@ from mrl.rollouts.tools.content import Content, as_content, joined
 from mrl.rollouts.tools.environments import Environment, Environments, OwnThread, factory_of
 from mrl.rollouts.tools.functions import (
     CHARACTERS_PER_TOKEN,
+    MOST_OF_ERROR,
     Tool,
     as_text,
     copied,
@@ -33,9 +34,6 @@ from mrl.rollouts.tools.functions import (
 )
 from mrl.rollouts.tools.mcp_servers import PREFIX, MCPServer, Session, Sessions
 from mrl.types import Message, Rollout, Task
-
-MOST_OF_ERROR = 4000
-"""Characters of an exception that the policy is told."""
 
 
 class ToolSource:
@@ -244,7 +242,7 @@ class ToolEpisode:
             result = await self.environment.call(tool.function, **copied(call.arguments))
         except EnvError:  # what the tool needs is gone, which is no answer
             raise
-        except Exception as error:  # whatever it is, the policy is told, and can do better
+        except (Exception, SystemExit) as error:  # whatever it is, the policy is told, and can do better
             self.counts["tool_errors"] += 1
             return encodable(str({"error": str(error)[:MOST_OF_ERROR]}))
         return self._content(result, tool.function)

@@ -180,6 +180,7 @@ def test_length_limits_are_per_request_and_per_model(qwen):
         (GenerateRequest("r7", (1,), SamplingParams(temperature=float("nan")), 0), "temperature=nan"),
         (GenerateRequest("r7", (1,), SamplingParams(top_p=0.0, max_tokens=0), 0), "top_p=0.0.*max_tokens=0"),
         (GenerateRequest("r7", (1,), SamplingParams(top_k=-1, min_p=1.5), 0), "top_k=-1.*min_p=1.5"),
+        (GenerateRequest("r7", (1,), SamplingParams(top_k=2**70), 0), r"from 0 to 2\*\*31 - 1"),
         (GenerateRequest("r7", (1,), SamplingParams(stop=("",)), 0), "empty string"),
         (GenerateRequest("r7", (1,), SamplingParams(stop=("x",)), 0), "tokenizer"),
     ],

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from mrl.backends.inline import InlineBackend
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, DataError, EnvError, WorkerDied
 from mrl.rollouts import TurnLimits
+from mrl.rollouts.openenv import places, serve, sessions
+from mrl.rollouts.openenv.mcp import result_text
+from mrl.rollouts.openenv.places import Here, Place
+from mrl.rollouts.openenv.pool import Pool
+from mrl.rollouts.openenv.results import Lost, result_of
 from tests.rollouts.openenv.attempts import ROWS, outcome, play, source_of, tasks
 from tests.rollouts.openenv.duck_games import Alone, Asynchronous, Guess, TwoTexts, both, parse, strict, wrong
 
@@ -89,6 +99,7 @@ async def test_parts_of_a_reward_have_names() -> None:
     ("says", "message"),
     [
         ("raise", r"Guess.step \(.*duck_games.py:\d+\) raised ValueError: no such move"),
+        ("exit", r"Guess.step \(.*duck_games.py:\d+\) raised RuntimeError: SystemExit: 3"),
         ("string", r"Guess.step \(.*duck_games.py:\d+\) gave the reward '1.0', of type str, not a finite number"),
         ("long", "returned 10,000,000 characters, more than 1,000,000"),
     ],
@@ -112,6 +123,60 @@ async def test_a_step_that_takes_too_long_is_truncated_and_never_repeated() -> N
     assert rollout.error is not None
     assert "took longer than 0.1 s (request_timeout_s)" in rollout.error
     assert [game.steps for game in Guess.made] == [1, 1]
+
+
+async def test_what_is_made_for_a_cancelled_attempt_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a step or a constructor takes longer than closing is waited for."""
+    monkeypatch.setattr(sessions, "CLOSING_SECONDS", 0.01)
+    go_on = threading.Event()
+
+    class Slow(Guess):
+        def __init__(self, waits: bool = False) -> None:
+            if waits:
+                go_on.wait(20)
+            super().__init__()
+
+        def step(self, action: Any) -> Any:
+            go_on.wait(20)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await sessions.ObjectSession.make(lambda: Slow(waits=True), 60.0, typed=False)
+    session = await sessions.ObjectSession.make(Slow, 0.01, typed=False)
+    with pytest.raises(EnvError, match=r"Slow.step .* took longer than 0.01 s"):
+        await session.step("x")
+    await session.close()
+    assert not hasattr(Guess.made[0], "closed"), "its step is not over"
+    go_on.set()
+    for _ in range(1000):
+        if [getattr(made, "closed", False) for made in Guess.made] == [True, True]:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not closed")
+
+
+async def test_a_worker_that_is_stuck_is_not_waited_for() -> None:
+    class Stuck:
+        waited: ClassVar[list[float]] = []
+
+        async def call(self, *args: Any, timeout: float) -> Any:
+            self.waited.append(timeout)
+            raise WorkerDied("worker environment-0 did not answer")
+
+    session = places.WorkerSession(Stuck(), 0, 60.0)  # type: ignore[arg-type]
+    with pytest.raises(Lost, match="environment-0 did not answer"):
+        await session.step({})
+    await session.close()
+    assert Stuck.waited == [65.0, 15.0]
+
+
+def test_what_an_environments_process_started_ends_with_it() -> None:
+    """As a browser would not, that an environment has opened."""
+    code = f"import runpy, subprocess; subprocess.Popen(['sleep', '60']); runpy.run_path({serve.__file__!r})"
+    ending = [sys.executable, "-c", f"{code}['_end_with_parent']()"]
+    process = subprocess.Popen(ending, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    said, _ = process.communicate(timeout=30)
+    assert said == b"", "nobody has the other end any more"
 
 
 async def test_tasks_take_turns_and_a_rows_own_comes_first() -> None:
@@ -197,6 +262,51 @@ async def test_a_parser_that_refuses_made_up_texts_is_doubtful_only() -> None:
     assert "action_parser: strict" in str(first.error)
     assert (await play(source, ["0"], rows=ROWS[:1]))[0].rewards == {"environment": 1.0}
     await source.close()
+
+
+class Dead(Place):
+    name, tries = "dead", 0
+
+    async def open(self) -> Any:
+        self.tries += 1
+        raise Lost("nobody answers")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"reward": float("nan")}, "the reward nan, of type float, not a finite number"),
+        ({"reward": [1.0]}, r"the reward \[1.0\], of type list"),
+        ({"done": "false"}, "the `done` 'false', of type str"),
+        ({"metadata": {"rewards": [1.0]}}, "`rewards` of type list"),
+        ({"metadata": {"rewards": {"a": "1"}}}, "the reward '1', of type str"),
+    ],
+)
+def test_garbage_in_an_answer_is_named(answer: dict[str, Any], message: str) -> None:
+    given = {"observation": {}, "reward": None, "done": False} | answer
+    with pytest.raises(EnvError, match=f"who gave {message}"):
+        result_of(SimpleNamespace(**given), "who", typed=False)
+
+
+def test_what_a_tool_of_an_environment_answers() -> None:
+    text, failed = result_text({"error": {"message": "x" * 10_000_000}})
+    assert (len(text) < 5000, failed) == (True, True)
+    with pytest.raises(EnvError, match="answered with an observation of type str"):
+        result_text("garbage")
+
+
+async def test_a_place_that_is_gone_leaves_the_work_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.rollouts.openenv.pool.LOST_WAIT", 0.0)
+    dead, alive = Dead(), Here(Guess, Guess, "alive", 60.0, None, typed=False)
+    pool = Pool([dead, alive], most=8, connect_seconds=0.0, note=print)
+    seats = [(await pool.begin({}))[0] for _ in range(3)]
+    assert [seat.room.place.name for seat in seats] == ["alive"] * 3
+    assert dead.tries == 1, "it is tried again after a while"
+    for seat in seats:
+        pool.give_back(seat, usable=True)
+    await pool.close()
+    with pytest.raises(Lost):
+        await Pool([dead, Dead()], most=8, connect_seconds=0.0, note=print).begin({})
 
 
 async def test_whoever_does_not_start_it_gets_a_first_attempt_that_does() -> None:

@@ -130,6 +130,21 @@ async def test_a_server_that_restarts_ends_those_rollouts_only(server: Server, g
     await source.close()
 
 
+async def test_a_server_that_restarts_between_two_steps_ends_the_attempt(server: Server, games: Any) -> None:
+    """The client would connect anew, to an environment that nobody has reset."""
+
+    async def meanwhile(text: str) -> str:
+        if text == "again":
+            await asyncio.to_thread(server.stop)
+            await asyncio.to_thread(server.start)
+        return text
+
+    says = ["wrong", "again"]
+    rollouts = await outcome(says, rows=ROWS[:1], base_url=server.url, limits=TURNS, action_parser=meanwhile)
+    assert (rollouts[0].status, games.Guess.steps) == ("failed", ["wrong"])
+    assert "the connection was lost before step" in str(rollouts[0].error)
+
+
 async def test_a_server_that_is_gone_fails_attempts_in_the_end(server: Server) -> None:
     source = source_of(base_url=server.url, connect_timeout_s=0.5)
     await source.start(None)
