@@ -25,8 +25,6 @@ if __name__ == "__main__":
         batch_size=4,
         num_generations=4,
         learning_rate=1e-5,
-        temperature=1.0,
-        top_p=1.0,
     )
     result = trainer.train()
     print(f"{result.status} after {result.steps} steps: {result.run_dir}")

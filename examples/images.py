@@ -77,8 +77,6 @@ if __name__ == "__main__":
             num_generations=64,
             max_completion_length=1,
             learning_rate=1e-3,
-            temperature=1.0,
-            top_p=1.0,
             num_rollout_workers=1,
             weight_sync_method="direct",
         )

@@ -36,8 +36,6 @@ if __name__ == "__main__":
         max_steps=steps,
         max_completion_length=64,
         learning_rate=3e-4,
-        temperature=1.0,
-        top_p=1.0,
         num_rollout_workers=1,
         weight_sync_method="direct",
     )

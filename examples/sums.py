@@ -43,8 +43,6 @@ if __name__ == "__main__":
         num_generations=8,
         max_completion_length=8,
         learning_rate=2e-4,
-        temperature=1.0,
-        top_p=1.0,
         num_rollout_workers=1,
         weight_sync_method="direct",
     ).train()

@@ -18,9 +18,9 @@ class Environment(Protocol):
 
     The constructor's arguments are the settings of all attempts, and cost nothing: a browser or a sandbox starts when
     it is needed. The dataset's columns of the same names are settings of one. Everything random comes from the column
-    `seed`. Every other public method is a tool; class methods are none. A tool raises ValueError for what the policy
-    did wrong, and is answered with the message; what failed through no fault of the policy's is raised by `get_reward`
-    too, so that the attempt has no reward instead of a bad one.
+    `seed`. Every other public method but `close()` is a tool; class methods are none. A tool raises ValueError for what
+    the policy did wrong, and is answered with the message; what failed through no fault of its own is raised by
+    `get_reward` too, so that the attempt has no reward instead of a bad one.
     """
 
     fields: ClassVar[dict[str, Any]]
@@ -66,20 +66,23 @@ def playing(done: bool) -> None:
         raise ValueError("It is over.")
 
 
-def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """A class's tools by name."""
-    none = (*NOT_TOOLS, "close") if closes(kind) else NOT_TOOLS
-    members = inspect.getmembers(kind, inspect.isfunction)
-    return {name: method for name, method in members if not name.startswith("_") and name not in none}
+def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The tools of a class, or of an instance, by name: public methods but `reset`, `get_reward` and a `close` that
+    ends it. Properties are not evaluated."""
+    kind = environment if inspect.isclass(environment) else type(environment)
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    hidden = NOT_TOOLS + (("close",) if closes(kind) else ())
+    return {name: getattr(environment, name) for name in names if name not in hidden}
 
 
 def closes(kind: type) -> bool:
-    """Whether it has a `close()` that needs no arguments, which is no tool then."""
-    close = getattr(kind, "close", None)
-    if not callable(close):
+    """Whether its instances have a `close()` that needs no arguments, which ends them."""
+    close = inspect.getattr_static(kind, "close", None)
+    if not callable(getattr(kind, "close", None)):
         return False
+    itself = () if isinstance(close, staticmethod | classmethod) else (None,)
     try:
-        inspect.signature(close).bind(None)
+        inspect.signature(kind.close).bind(*itself)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         return False
     return True

@@ -32,7 +32,7 @@ def serve(make: Callable[[], Any], name: str, *, host: str, port: int, max_sessi
         try:
             listening.bind((host, port))
             listening.listen(128)  # from here on clients may come
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # in use; beyond what ports there are
             raise ConfigError(f"port: {host}:{port} cannot be listened on: {error}; give another one") from error
         print(f"{name} is served at http://{host}:{listening.getsockname()[1]}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listening])
@@ -63,13 +63,19 @@ def action_type(kind: type) -> type[Any]:
         fields["tool"] = (Literal[tuple(tools)], ...)
     for tool, method in tools.items():
         types = get_type_hints(method)
-        for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
+        for name, parameter in _parameters(kind, tool):
             everywhere = all(name in inspect.signature(other).parameters for other in tools.values())
             required = everywhere and parameter.default is parameter.empty
             field = (types.get(name, Any), ...) if required else (types.get(name, Any) | None, None)
             if name in ("metadata", "tool") or fields.setdefault(name, field) != field:
                 raise ConfigError(f"{kind.__qualname__}.{tool}: the parameter {name!r} needs another name to be served")
     return create_model(f"{kind.__name__}Action", __base__=Action, **fields)
+
+
+def _parameters(kind: type, method: str) -> list[tuple[str, inspect.Parameter]]:
+    """Without `self`."""
+    static = isinstance(inspect.getattr_static(kind, method), staticmethod)
+    return list(inspect.signature(getattr(kind, method)).parameters.items())[0 if static else 1 :]
 
 
 def observation_type(kind: type) -> type[Any]:
@@ -94,7 +100,7 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
         def __init__(self) -> None:
             super().__init__()
             self.inner = make()
-            self.tools = tool_methods(type(self.inner))
+            self.tools = tool_methods(self.inner)
             self.rewards_steps = hasattr(self.inner, "step_reward")
             self.now = State()
             self.reward = 0.0
@@ -123,7 +129,7 @@ def _served(make: Callable[[], Any], observation_kind: type[Any], name: str) -> 
             if self.rewards_steps:
                 self.inner.step_reward = 0.0
             try:
-                text = _finished(method(self.inner, **{key: given[key] for key in given if key in accepted}))
+                text = _finished(method(**{key: given[key] for key in given if key in accepted}))
             except MRLError:
                 raise
             except Exception as error:

@@ -74,7 +74,7 @@ async def evaluate(
 
     progress: gets tasks done and their number. note: gets what a user should know before it starts.
     """
-    prepared = await in_thread(prepare_evaluation, config, by)
+    prepared = await in_thread(prepare_evaluation, config, by, samples_per_task)
     for notice in await try_rewards(config, prepared.tasks, 0):
         note(notice)
     server, backend = PolicyServer(config), backend_of(config)

@@ -93,6 +93,8 @@ def prepare(config: OrchestratorConfig) -> Prepared:
     for part in (tasks, eval_tasks):
         if part:
             check_rewards(rewards, part, config)
+    if eval_tasks:
+        rewards.check_attempts(1)
     counts = Counts(taken_of(len(tasks), all_tasks), taken_of(len(eval_tasks), all_eval_tasks))
     prepared = _with_model(config, tasks, eval_tasks, counts, rewards)
     if colocated:
@@ -149,8 +151,9 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
         raise ConfigError("sync_weights_every: above 1 it needs lora_sync: merged, so that a resumed run can go on")
 
 
-def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Prepared:
-    """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by."""
+def prepare_evaluation(config: OrchestratorConfig, by: str | None = None, attempts: int = 1) -> Prepared:
+    """The same checks for an evaluation of the tasks in `dataset_split`. by: a column it groups by. attempts: at each
+    task."""
     check_names(config)
     check_resources(config, rollout_resources(config), reward_resources())
     _let_source_score(config)
@@ -158,6 +161,7 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None) -> Pre
     rewards = RewardWorker(**reward_worker_args(config.reward))
     tasks, all_tasks = load_train_tasks(config)
     check_rewards(rewards, tasks, config)
+    rewards.check_attempts(attempts)
     if by is not None:
         require_columns(tasks, [by], "by: breaking the results down")
     return _with_model(config, tasks, [], Counts(taken_of(len(tasks), all_tasks), "0"), rewards)

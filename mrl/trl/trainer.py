@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 _SHOWS_PROGRESS = ("RichProgressCallback", "ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
 
+_SAVED = ": train() has saved checkpoints, and `mrl checkpoints RUN"
+_INSTEAD = {
+    "save_model": f"{_SAVED} export FOLDER` makes a model folder of one",
+    "push_to_hub": f"{_SAVED} push USER/NAME` publishes one",
+    "evaluate": ": eval_strategy says when held-out tasks are attempted, and `mrl eval RUN` does it afterwards",
+}
+"""What scripts call after training, and what does it here."""
+
 
 class RichProgressCallback:
     """Nothing to do: `report_to: console` shows how a run gets on."""
@@ -74,6 +82,9 @@ class GRPOTrainer:
     def train(self) -> RunResult:
         """Run to the end. Returns what it came to, mrl's RunResult. Raises a subclass of MRLError."""
         return self.trainer.train()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"mrl's GRPOTrainer has no {name!r}{_INSTEAD.get(name, '; its run is `trainer`')}")
 
 
 def _refuse(callbacks: Any, optimizers: Any, quantization: Any) -> None:

@@ -77,6 +77,12 @@ class RewardWorker:
         """Raises RewardError when a reward needs a dataset column that is not there."""
         check_columns(self.rewards, columns)
 
+    def check_attempts(self, attempts: int) -> None:
+        """Raises RewardError when a reward needs more attempts at a held-out task."""
+        for reward in self.rewards:
+            if check := getattr(reward, "check_attempts", None):
+                check(attempts)
+
     async def score(self, requests: list[RewardRequest], trainer_state: Any = None) -> RewardReport:
         """Score a batch. trainer_state: an object or a dict, handed to reward functions. Raises RewardError
         only when a reward breaks its contract; all else is in the report."""

@@ -18,7 +18,7 @@ import pytest
 from mrl.environments.coding import Coding
 from mrl.environments.echo import Echo
 from mrl.environments.number_guessing import NumberGuessing
-from mrl.environments.serve import action_type, make_app
+from mrl.environments.serve import action_type, make_app, serve
 from mrl.environments.text_game import TextGame
 from mrl.errors import ConfigError
 from tests.environments.test_shipped import Answers, Fails
@@ -187,6 +187,31 @@ class TwoTypes:
         return x
 
 
+class Closes:
+    """Has a `close`, and a tool that is a function of the class."""
+
+    closed = 0
+
+    def reset(self) -> None: ...
+
+    @staticmethod
+    def double(x: int) -> str:
+        return str(2 * x)
+
+    def close(self) -> None:
+        Closes.closed += 1
+
+
+def test_close_ends_a_session_and_is_no_tool() -> None:
+    with served(Closes, "closes") as url:
+        with client(url) as env:
+            env.reset()
+            before = Closes.closed
+            assert env.step({"x": 4}).observation["text"] == "8"
+        assert "tool" not in httpx.get(f"{url}/schema").json()["action"]["properties"]
+    assert Closes.closed > before
+
+
 def test_environments_of_others() -> None:
     with served(Asynchronous, "look") as url, client(url) as env:
         env.reset(seed=3, city="Rome", further=1)
@@ -194,6 +219,11 @@ def test_environments_of_others() -> None:
         assert (result.observation["text"], result.done, result.reward) == ("a church in Rome", False, 0.0)
     with pytest.raises(ConfigError, match=r"TwoTypes.two: the parameter 'x' needs another name"):
         make_app(TwoTypes, "two")
+
+
+def test_a_port_that_there_is_not_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"port: 127\.0\.0\.1:99999 cannot be listened on"):
+        serve(Echo, "echo", host="127.0.0.1", port=99999, max_sessions=1)
 
 
 def test_the_command_serves_without_torch() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from mrl.rollouts.tools import MCPServer, mcp_servers
 from mrl.rollouts.tools.mcp_servers import Session
 from mrl.rollouts.tools.source import ToolSource
 from mrl.types import Rollout, Task
+from tests.ports import free_port, wait_for
 from tests.rollouts.scripted import Scripted, call, setup
 
 pytestmark = pytest.mark.openenv
@@ -34,21 +33,13 @@ def start(port: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, str(FILE), str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            break
-        except OSError:
-            time.sleep(0.05)
+    wait_for(port, process)
     return process
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = start(port)
     yield f"http://127.0.0.1:{port}/mcp"
     process.kill()

@@ -17,6 +17,7 @@ from mrl.errors import ConfigError, RewardError, TrainingError
 from mrl.loop.replay import replay
 from mrl.store.run import read_rows
 from tests import small_runs
+from tests.ports import free_port
 from tests.rollouts import rollout_functions as functions
 
 HERE = Path(functions.__file__)
@@ -248,9 +249,7 @@ def test_a_script_for_trls_first_rollout_functions_runs(tmp_path: Path, monkeypa
     echo.EchoEnv, echo.EchoAction = EchoEnv, types.SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "envs", types.ModuleType("envs"))
     monkeypatch.setitem(sys.modules, "envs.echo_env", echo)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.chdir(tmp_path)
     build_model(tmp_path / "Some" / "Model-0.5B", max_position_embeddings=40)
     (tmp_path / "script.py").write_text(SCRIPT.replace("PORT", str(port)))

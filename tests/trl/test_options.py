@@ -284,6 +284,13 @@ def test_a_script_that_takes_only_the_trainer_from_here(tiny_model: str, tmp_pat
         MRLTrainer(args=args)  # type: ignore[call-arg]
 
 
+def test_what_comes_after_training_is_named(tiny_model: str) -> None:
+    trainer = GRPOTrainer(tiny_model, len, GRPOConfig(num_generations=8), [{"prompt": "x"}])
+    with pytest.raises(AttributeError, match=r"'save_model': train\(\) has saved checkpoints, .* export FOLDER"):
+        trainer.save_model("x")
+    assert not hasattr(trainer, "model")
+
+
 def test_a_folder_with_a_run_is_not_written_over(tiny_model: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with warnings.catch_warnings():

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 
 from mrl.store.run import read_rows
+from tests.ports import free_port, wait_for
 from tests.rollouts.calling_model import build_calling_model
 from tests.vision_models import build_calling_llava
 
@@ -79,17 +78,9 @@ def test_our_own_script(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([sys.executable, "-m", "tests.trl.games", str(port)], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            break
-        except OSError:
-            time.sleep(0.05)
+    wait_for(port, server)
     yield f"http://127.0.0.1:{port}"
     server.kill()
     server.wait()

@@ -92,7 +92,7 @@ class Endpoint:
                 response = await self._client.post(f"{self.url}/chat/completions", content=json.dumps(body))
         except TimeoutError:
             raise _Trouble(f"did not answer within {self._timeout:g} s") from None
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _Trouble(f"could not be reached ({type(error).__name__}: {error})".replace(": )", ")")) from None
         status = response.status_code
         if status != 200:
@@ -102,7 +102,7 @@ class Endpoint:
             raise _Trouble(f"answered {status}: {said}", passing, status, _retry_after(response))
         try:
             return _read(response.json(), retries)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError):
             said = self._without_key(response.text)[:_SHOWN]
             raise _Trouble(f"answered what is no chat completion: {said!r}") from None
 
@@ -131,10 +131,18 @@ def _read(answered: dict[str, Any], retries: int) -> Answer:
     return Answer(
         text=(choice["message"].get("content") or "").encode(errors="replace").decode(),  # without lone surrogates
         cut=choice.get("finish_reason") == "length",
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        completion_tokens=int(usage.get("completion_tokens") or 0),
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        completion_tokens=_count(usage.get("completion_tokens")),
         retries=retries,
     )
+
+
+def _count(tokens: Any) -> int:
+    """Raises ValueError for what no answer takes: it is added up, and bounds what a judge may cost."""
+    number = int(tokens or 0)
+    if not 0 <= number < 2**40:
+        raise ValueError(f"{number} tokens")
+    return number
 
 
 def _error_of(response: httpx.Response) -> tuple[str, str | None]:
@@ -144,7 +152,7 @@ def _error_of(response: httpx.Response) -> tuple[str, str | None]:
         error = body.get("error", body)
         said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
         code = error.get("code") if isinstance(error, dict) else None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         said, code = response.text, None
     return " ".join(str(said or response.reason_phrase).split()) or "no reason", code
 

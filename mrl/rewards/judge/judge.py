@@ -74,6 +74,14 @@ class Judge(JudgeOptions):
                 f"({', '.join(known) or 'there are none'}); write {{{{{missing[0]}}}}} for the text itself"
             )
 
+    def check_attempts(self, attempts: int) -> None:
+        """Raises ConfigError when completions are put in order, and there is but one of each held-out task."""
+        if self.groupwise == "order" and attempts < 2:
+            raise ConfigError(
+                f"groupwise: order: {self.name} compares a task's completions, and each held-out task is attempted "
+                "once; use groupwise: scores, or leave the held-out tasks out (mrl eval: --num-samples 2 or more)"
+            )
+
     def open(self, folder: Path | None) -> None:
         """Open the cache. folder: the run's. Raises RewardError."""
         if self._cache is not None and folder != self._folder:
@@ -234,6 +242,11 @@ class Judge(JudgeOptions):
         if not key:
             raise RewardError(
                 f"reward_funcs: {self.name}: api_key_env: {self.api_key_env} is not set where reward workers run"
+            )
+        if not (key.isascii() and key.isprintable() and " " not in key):  # or a client's error would quote it
+            raise RewardError(
+                f"reward_funcs: {self.name}: api_key_env: {self.api_key_env} holds spaces, line ends or signs that "
+                "no key has; set it to the key alone"
             )
         return key
 

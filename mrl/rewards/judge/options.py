@@ -104,8 +104,12 @@ class JudgeOptions(Section):
     @field_validator("base_url")
     @classmethod
     def _url(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(value)
+            wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+        except ValueError:  # a port that is no number, or none of a port
+            wrong = True
+        if wrong:
             raise ConfigError(f"base_url: {value!r} is no URL, e.g. http://localhost:8000/v1")
         if parts.username or parts.password or parts.query:
             raise ConfigError("base_url: it is written into the run's record, so it holds no key; use api_key_env")

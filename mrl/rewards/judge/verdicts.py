@@ -139,17 +139,35 @@ def shares_beaten(values: Sequence[float]) -> list[float]:
 
 
 def _said(text: str) -> str:
-    """The answer after what was thought before it."""
+    """The answer after what was thought before it. One that is JSON as a whole may quote what ends a thought."""
+    if text.lstrip().startswith("{"):
+        try:
+            _DECODER.decode(text)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return text
     return _THOUGHT.sub("", text).rpartition("</think>")[2].strip()
+
+
+def _without_doubt(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises Unreadable where it says one thing twice: which of them counts?"""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Unreadable("the answer holds a JSON object with one name twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_doubt)
 
 
 def _only_object(text: str, key: str) -> dict[str, Any]:
     """The JSON object that has `key`. Several that differ are none: one may be quoted from what is judged."""
     found: list[dict[str, Any]] = []
-    decoder, at = json.JSONDecoder(), text.find("{")
+    at = text.find("{")
     while at >= 0:
         try:
-            value, end = decoder.raw_decode(text, at)
+            value, end = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
             end = at + 1
         else:

@@ -61,9 +61,7 @@ class OwnThread:
             try:
                 result = function()
             except _ENDS_WHO_AWAITS as error:  # a factory's list of servers has run out, code calls `exit()`, e.g.
-                stopped = RuntimeError(f"{type(error).__name__}: {error}".rstrip(": "))
-                stopped.__cause__ = error
-                answer.set_exception(stopped.with_traceback(error.__traceback__))
+                answer.set_exception(_raised(error))
             except BaseException as error:  # raised again where the answer is awaited
                 answer.set_exception(error)
             else:
@@ -296,15 +294,21 @@ class Environments:
         return environment
 
     def _tools(self, name: str | None, instance: Any) -> list[Tool]:
-        # Listed on the class: looking at the instance would evaluate its properties.
-        names = tool_methods(type(instance))
-        return [*self.common, *(Tool.of(getattr(instance, method), _option(name)) for method in names)]
+        own = [Tool.of(method, _option(name)) for method in tool_methods(instance).values()]
+        return [*self.common, *own]
 
 
 def factory_of(given: Any, option: str = "environment_factory") -> Any:
     """What makes an environment: as it was given, by the name of a shipped or registered one, or imported by that of
     its file or module. Raises ConfigError."""
     return ENVIRONMENTS.get(given) if isinstance(given, str) and given.isidentifier() else found(given, option)
+
+
+def _raised(error: BaseException) -> RuntimeError:
+    """The same, as what ends nobody who awaits it."""
+    raised = RuntimeError(f"{type(error).__name__}: {error}".rstrip(": "))
+    raised.__cause__ = error
+    return raised.with_traceback(error.__traceback__)
 
 
 def _number(value: Any) -> float | None:

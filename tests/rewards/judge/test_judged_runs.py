@@ -62,6 +62,21 @@ def test_a_run_records_what_the_judge_took_and_no_key(
     assert (folder / "judge_cache.db").exists()
 
 
+def test_an_order_needs_several_attempts_at_held_out_tasks(
+    tiny_model: str, server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = Judge(**server.options(groupwise="order"))
+    with pytest.raises(ConfigError, match="each held-out task is attempted once"):
+        train(tiny_model, tmp_path / "r", reward_funcs=judge, eval_dataset=small_runs.TASKS)
+    (tmp_path / "judge.yaml").write_text(yaml.safe_dump(judge.recorded()))
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"}\n')
+    files = ["--dataset", str(tmp_path / "tasks.jsonl"), "--reward-funcs", str(tmp_path / "judge.yaml")]
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", tiny_model, *files])
+    assert "--num-samples 2 or more" in capsys.readouterr().err
+    assert not server.bodies
+
+
 @pytest.mark.slow
 def test_a_resumed_run_needs_no_object_and_asks_nothing_twice(
     tiny_model: str, server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

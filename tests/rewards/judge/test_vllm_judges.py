@@ -10,7 +10,7 @@ import pytest
 from mrl.rewards.judge import Judge
 from tests.conftest import VLLM_SHAPE, build_model
 from tests.engines.vllm.test_remote import serve
-from tests.rewards.judge.test_judge import metric, rows, score
+from tests.rewards.judge.asked import metric, rows, score
 
 pytestmark = pytest.mark.vllm
 
