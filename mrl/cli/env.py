@@ -55,9 +55,7 @@ def tasks(argv: list[str]) -> int:
             "seed": argument("Another seed is other tasks.", default="0", kind=int),
         },
     )
-    from mrl.environments import ENVIRONMENTS
-
-    kind = ENVIRONMENTS.get(given["name"])
+    kind = _shipped(given["name"])
     if not hasattr(kind, "tasks"):
         raise ConfigError(f"name: {given['name']} makes no tasks; write a dataset for it")
     if given.get("count", 100) < 1:
@@ -106,17 +104,24 @@ _ACTIONS: dict[str, Callable[[list[str]], int]] = {"list": list_environments, "t
 
 def _maker(name: str, options: list[str]) -> Callable[[], Any]:
     from mrl.cli.flags import key_values
-    from mrl.environments import ENVIRONMENTS
 
     if ":" in name:
         from mrl.rollouts.tools.functions import found
 
         kind = found(name, "name")
     else:
-        kind = ENVIRONMENTS.get(name)
+        kind = _shipped(name)
     given = key_values("options", options, "game=TowerOfHanoi-v0")
     try:
         inspect.signature(kind).bind(**given)
     except TypeError as error:
         raise ConfigError(f"options: {name}: {error}; it takes {inspect.signature(kind)}") from None
     return functools.partial(kind, **given)
+
+
+def _shipped(name: str) -> Any:
+    from mrl.environments import ENVIRONMENTS
+
+    if name not in ENVIRONMENTS.names():
+        raise ConfigError(f"NAME: there is no environment {name!r}; there are {', '.join(ENVIRONMENTS.names())}")
+    return ENVIRONMENTS.get(name)
