@@ -84,6 +84,7 @@ def test_an_environment_is_trained_on_and_evaluated(guesser: str, tmp_path: Path
     assert replay(tmp_path / "r", 2).verdict in ("equal", "rounding")
 
 
+@pytest.mark.inline("its reward function notes in this process what it sees")
 def test_rewards_of_functions_and_of_the_environment_are_added(guesser: str, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -103,6 +104,7 @@ def test_rewards_of_functions_and_of_the_environment_are_added(guesser: str, tmp
     assert seen[-1]["completion"][0]["role"] == "assistant"
 
 
+@pytest.mark.inline("reward functions see the environments of their own process only")
 def test_reward_functions_look_at_environments(guesser: str, tmp_path: Path) -> None:
     """Each at its own rollout's, which serves no other attempt before."""
     seen: list[Guess] = []
@@ -119,6 +121,7 @@ def test_reward_functions_look_at_environments(guesser: str, tmp_path: Path) -> 
     assert len({id(environment) for environment in seen}) < len(seen) == 12, "instances are used again"
 
 
+@pytest.mark.inline("reward functions see the environments of their own process only")
 def test_there_are_no_more_environments_than_attempts_at_a_time(guesser: str, tmp_path: Path) -> None:
     """As for a list of servers, each of which takes one connection."""
     servers = iter("abc")

@@ -452,6 +452,7 @@ def test_a_signal_keeps_the_step_and_the_command_that_is_shown_goes_on(
     assert "mrl eval r --split train" in capsys.readouterr().out
 
 
+@pytest.mark.inline("its reward function counts its calls in this process")
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint(simple: Train, tmp_path: Path) -> None:
     calls, process = 0, os.getpid()
 
