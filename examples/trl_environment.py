@@ -70,7 +70,9 @@ def main(arguments=None):
         ),
         environment_factory=HotAndCold,
     )
-    return trainer.train()
+    result = trainer.train()
+    trainer.save_model()
+    return result
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from mrl.cli.flags import argument, parse
 from mrl.errors import CheckpointError, ConfigError
 from mrl.loop.resume import existing_run
-from mrl.store.checkpoints import best_step, find_checkpoint, list_checkpoints
+from mrl.store.checkpoints import best_step, copy_model, find_checkpoint, list_checkpoints
 from mrl.system.shell import command
 from mrl.system.units import size
 
@@ -137,9 +136,7 @@ def export(checkpoint: Path, target: Path, *, merged: bool) -> Path:
         load_model(config).save_pretrained(target)
         (load_processor(config) or load_tokenizer(config)).save_pretrained(target)
         return target
-    for file in checkpoint.iterdir():
-        if file.is_file() and file.name != "manifest.json":
-            shutil.copy2(file, target / file.name)
+    copy_model(checkpoint, target)
     return target
 
 

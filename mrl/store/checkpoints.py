@@ -160,6 +160,13 @@ def find_checkpoint(run: Path, which: str) -> Checkpoint:
     return steps[wanted]
 
 
+def copy_model(checkpoint: Path, target: Path) -> None:
+    """Copy a checkpoint's model to a folder, without what training resumes from."""
+    for file in checkpoint.iterdir():
+        if file.is_file() and file.name != MANIFEST:
+            shutil.copy2(file, target / file.name)
+
+
 def prune(run: Path, keep: int, protect: set[int]) -> list[Path]:
     """Delete all but the latest `keep` checkpoints and those of the steps in `protect`. Returns what was deleted."""
     deleted = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.errors import ConfigError
+from mrl.store.checkpoints import copy_model, find_checkpoint
 from mrl.trainer import MRLTrainer
 from mrl.trl.config import GRPOConfig, given
 from mrl.trl.options import mrl_options
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 
 _SHOWS_PROGRESS = ("RichProgressCallback", "ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
 
-_SAVED = ": train() has saved checkpoints, and `mrl checkpoints RUN"
 _INSTEAD = {
-    "save_model": f"{_SAVED} export FOLDER` makes a model folder of one",
-    "push_to_hub": f"{_SAVED} push USER/NAME` publishes one",
+    "push_to_hub": ": `mrl checkpoints RUN push USER/NAME` publishes a checkpoint, which train() has saved",
     "evaluate": ": eval_strategy says when held-out tasks are attempted, and `mrl eval RUN` does it afterwards",
 }
 """What scripts call after training, and what does it here."""
@@ -82,6 +81,16 @@ class GRPOTrainer:
     def train(self) -> RunResult:
         """Run to the end. Returns what it came to, mrl's RunResult. Raises a subclass of MRLError."""
         return self.trainer.train()
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Copy the model of the newest checkpoint to a folder, by default the run's own, which is `output_dir` of the
+        arguments: from_pretrained() takes it from there, as after TRL's. Raises CheckpointError before there is one."""
+        run = self.trainer.run_dir
+        own = output_dir is None or output_dir == given(self.args)["output_dir"]
+        target = run if own else Path(str(output_dir)).expanduser()
+        checkpoint = find_checkpoint(run, "newest")
+        target.mkdir(parents=True, exist_ok=True)
+        copy_model(checkpoint.path, target)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"mrl's GRPOTrainer has no {name!r}{_INSTEAD.get(name, '; its run is `trainer`')}")

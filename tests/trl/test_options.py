@@ -286,8 +286,8 @@ def test_a_script_that_takes_only_the_trainer_from_here(tiny_model: str, tmp_pat
 
 def test_what_comes_after_training_is_named(tiny_model: str) -> None:
     trainer = GRPOTrainer(tiny_model, len, GRPOConfig(num_generations=8), [{"prompt": "x"}])
-    with pytest.raises(AttributeError, match=r"'save_model': train\(\) has saved checkpoints, .* export FOLDER"):
-        trainer.save_model("x")
+    with pytest.raises(AttributeError, match=r"'push_to_hub': `mrl checkpoints RUN push USER/NAME`"):
+        trainer.push_to_hub()
     assert not hasattr(trainer, "model")
 
 

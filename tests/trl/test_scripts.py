@@ -66,6 +66,9 @@ def test_our_own_script(tmp_path: Path) -> None:
         result = script["main"](["--model", str(model), "--output-dir", str(tmp_path / "run"), "--max-steps", "1"])
     assert result.status == "finished"
     assert result.run_dir == tmp_path / "run"
+    assert result.checkpoint is not None
+    saved, trained = ((folder / "model.safetensors").read_bytes() for folder in (result.run_dir, result.checkpoint))
+    assert saved == trained, "as TRL's `save_model` leaves it"
     rows = list(read_rows(tmp_path / "run", "rollouts"))
     assert len(rows) == 8
     assert all(row["status"] == "ok" for row in rows)
