@@ -157,7 +157,9 @@ def test_a_server_that_never_lists_its_tools(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(mcp_servers, "OPEN_SECONDS", 0.01)
     monkeypatch.setattr(mcp_servers.Session, "tools", never)
-    with pytest.raises(ConfigError, match=r"MCP server 'x' did not list its tools within 0\.02 s"):
+    monkeypatch.setattr(mcp_servers._Connection, "open", lambda server: asyncio.sleep(0))
+    monkeypatch.setattr(mcp_servers.Session, "close", lambda session: asyncio.sleep(0))
+    with pytest.raises(ConfigError, match=r"MCP server 'x' did not list its tools within 0\.01 s"):
         MCPServer("x").tools()
 
 

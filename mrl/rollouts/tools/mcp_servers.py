@@ -107,10 +107,11 @@ class MCPServer:
     async def _listed(self) -> list[dict[str, Any]]:
         session = Session(self)
         try:
-            async with asyncio.timeout(2 * OPEN_SECONDS):  # to answer, and to list
+            await session.connected()
+            async with asyncio.timeout(OPEN_SECONDS):
                 return await session.tools()
         except TimeoutError:
-            raise EnvError(f"{self} did not list its tools within {2 * OPEN_SECONDS:g} s") from None
+            raise EnvError(f"{self} did not list its tools within {OPEN_SECONDS:g} s") from None
         finally:
             await session.close()
 
@@ -212,7 +213,7 @@ class Session:
 
     async def _ask(self, ask: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
         """What the server answers. Raises ToolError where that is an error, EnvError where it is gone."""
-        connection = await self._connection()
+        connection = await self.connected()
         work = asyncio.ensure_future(ask(connection.client))
         try:
             while not work.done():
@@ -239,7 +240,8 @@ class Session:
             self._opened = None
         await connection.close()
 
-    async def _connection(self) -> _Connection:
+    async def connected(self) -> _Connection:
+        """The connection, opened where there is none. Raises EnvError when it cannot be."""
         if self._opened is None:
             self._opened = asyncio.ensure_future(_Connection.open(self.server))
         opened = self._opened
