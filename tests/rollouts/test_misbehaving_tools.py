@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
+
 from mrl.rollouts.tools.source import ToolSource
 from mrl.types import Rollout, Task
 from tests.rollouts.offered import ASK, results
@@ -65,16 +67,34 @@ class Deals:
         return cards.pop()
 
 
+class Leaves:
+    """Its asynchronous methods call `exit()`."""
+
+    async def reset(self, when: str, **columns: Any) -> None:
+        if when == "reset":
+            sys.exit(4)
+
+    async def get_reward(self) -> float:
+        sys.exit(5)
+
+
 async def said(text: str, **options: Any) -> Rollout:
     policy = Scripted([text, "done"])
     return await ToolSource.create(setup(), **options).run(Task("t", ASK), 0, policy, 1)
 
 
 async def test_one_that_exits_is_answered_with_an_error() -> None:
-    for tool, told in ((leave, "SystemExit: 3"), (leave_later, "3")):
+    for tool, told in ((leave, "SystemExit: 3"), (leave_later, "SystemExit: 3")):
         rollout = await said(call(tool.__name__, '{"code": 3}'), tools=[tool])
         assert results(rollout) == [f"{{'error': '{told}'}}"]
         assert rollout.metrics["tool_errors"] == 1
+
+
+@pytest.mark.parametrize(("when", "code"), [("reset", 4), ("get_reward", 5)])
+async def test_an_environment_that_exits_fails_its_attempt(when: str, code: int) -> None:
+    source = ToolSource.create(setup(), environment_factory=Leaves)
+    with pytest.raises(RuntimeError, match=f"SystemExit: {code}"):
+        await source.run(Task("t", ASK, {"when": when}), 0, Scripted(["no"]), 1)
 
 
 async def test_parameters_may_have_any_name() -> None:

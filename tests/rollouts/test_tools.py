@@ -83,7 +83,7 @@ async def test_nothing_that_a_tool_raises_ends_the_run(error: BaseException) -> 
     said = call("run", '{"function": "f"}') + call("runs", '{"self": "f"}')
     rollout = await attempt(Scripted([said, "sorry"]), tools=[run, runs])
     named = f"{type(error).__name__}: {error}"
-    assert results(rollout) == [str({"error": named}), "{'error': '3'}"]
+    assert results(rollout) == [str({"error": named}), "{'error': 'SystemExit: 3'}"]
 
 
 async def test_malformed_calls_are_counted() -> None:

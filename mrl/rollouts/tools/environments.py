@@ -7,7 +7,7 @@ import inspect
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
@@ -111,7 +111,7 @@ class Environment:
     async def call(self, function: Callable[..., Any], /, **kwargs: Any) -> Any:
         """One of its methods, which may be asynchronous."""
         if inspect.iscoroutinefunction(function):
-            return await function(**kwargs)
+            return await _until_it_ends(function(**kwargs))
         try:
             result = await self.thread.call(function, **kwargs)
         except asyncio.CancelledError:
@@ -119,7 +119,7 @@ class Environment:
             self.thread.end()
             self.thread = OwnThread("mrl-environment")
             raise
-        return await result if inspect.isawaitable(result) else result
+        return await _until_it_ends(result) if inspect.isawaitable(result) else result
 
     async def close(self) -> str | None:
         """Call its `close()`, if it has one, and end its thread. Returns what went wrong, if anything did."""
@@ -302,6 +302,14 @@ def factory_of(given: Any, option: str = "environment_factory") -> Any:
     """What makes an environment: as it was given, by the name of a shipped or registered one, or imported by that of
     its file or module. Raises ConfigError."""
     return ENVIRONMENTS.get(given) if isinstance(given, str) and given.isidentifier() else found(given, option)
+
+
+async def _until_it_ends(work: Awaitable[Any]) -> Any:
+    """What it returns or raises. RuntimeError for `exit()`, which the event loop would take as its own end."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise _raised(error) from error
 
 
 def _raised(error: BaseException) -> RuntimeError:
