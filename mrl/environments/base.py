@@ -19,7 +19,7 @@ class Environment(Protocol):
     The constructor's arguments are the settings of all attempts, and cost nothing: a browser or a sandbox starts when
     it is needed. The dataset's columns of the same names are settings of one. Everything random comes from the column
     `seed`. Every other public method but `close()` is a tool; class methods are none. A tool raises ValueError for what
-    the policy did wrong, and is answered with the message; what failed through no fault of its own is raised by
+    the policy did wrong, and is answered with the message; what failed through no fault of the policy's is raised by
     `get_reward` too, so that the attempt has no reward instead of a bad one.
     """
 

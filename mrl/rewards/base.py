@@ -73,8 +73,8 @@ class Scores:
 class Reward(Protocol):
     """Scores rollouts.
 
-    Optional attributes: `check_columns(columns)`, which raises RewardError when a dataset will not do, and
-    `check_attempts(attempts)`, when so many attempts at a held-out task are too few; `bounded = True`
+    Optional attributes: `check_columns(columns)`, which raises RewardError when a dataset will not do;
+    `check_attempts(attempts)`, which raises ConfigError when so many at a held-out task are too few; `bounded = True`
     when `score` ends by itself, so that `reward_timeout` is not applied to it; `logged`, the names of the metrics it
     may log (None, or not there: any); `independent = True` when it looks at each rollout, or each group, by itself, so
     that groups may be scored as they end; `open(folder)`, called on the worker before the first batch, which may take

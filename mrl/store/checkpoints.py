@@ -161,10 +161,16 @@ def find_checkpoint(run: Path, which: str) -> Checkpoint:
 
 
 def copy_model(checkpoint: Path, target: Path) -> None:
-    """Copy a checkpoint's model to a folder, without what training resumes from."""
-    for file in checkpoint.iterdir():
-        if file.is_file() and file.name != MANIFEST:
-            shutil.copy2(file, target / file.name)
+    """Copy a checkpoint's model to a folder, without what training resumes from. Raises CheckpointError."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for file in checkpoint.iterdir():
+            if file.is_file() and file.name != MANIFEST:
+                shutil.copy2(file, target / file.name)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: the model cannot be written there ({error.strerror}); {checkpoint} has it"
+        ) from error
 
 
 def prune(run: Path, keep: int, protect: set[int]) -> list[Path]:

@@ -84,13 +84,12 @@ class GRPOTrainer:
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Copy the model of the newest checkpoint to a folder, by default the run's own, which is `output_dir` of the
-        arguments: from_pretrained() takes it from there, as after TRL's. Raises CheckpointError before there is one."""
+        arguments: from_pretrained() takes it from there, as after TRL's. Raises CheckpointError before there is one,
+        and for a folder that cannot be written."""
         run = self.trainer.run_dir
-        own = output_dir is None or output_dir == given(self.args)["output_dir"]
+        own = output_dir is None or str(output_dir) == str(given(self.args)["output_dir"])
         target = run if own else Path(str(output_dir)).expanduser()
-        checkpoint = find_checkpoint(run, "newest")
-        target.mkdir(parents=True, exist_ok=True)
-        copy_model(checkpoint.path, target)
+        copy_model(find_checkpoint(run, "newest").path, target)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"mrl's GRPOTrainer has no {name!r}{_INSTEAD.get(name, '; its run is `trainer`')}")

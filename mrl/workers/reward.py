@@ -78,7 +78,7 @@ class RewardWorker:
         check_columns(self.rewards, columns)
 
     def check_attempts(self, attempts: int) -> None:
-        """Raises RewardError when a reward needs more attempts at a held-out task."""
+        """Raises ConfigError when a reward needs more attempts at a held-out task."""
         for reward in self.rewards:
             if check := getattr(reward, "check_attempts", None):
                 check(attempts)

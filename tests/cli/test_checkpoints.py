@@ -9,8 +9,9 @@ import pytest
 
 from mrl.cli.main import main
 from mrl.config import OrchestratorConfig
+from mrl.errors import CheckpointError
 from mrl.loop.resume import record_options
-from mrl.store.checkpoints import write_checkpoint
+from mrl.store.checkpoints import copy_model, write_checkpoint
 from tests.small_runs import run
 
 
@@ -82,3 +83,9 @@ def test_mistakes(
         main(["checkpoints", "run", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: the model cannot be written there"):
+        copy_model(tmp_path, tmp_path / "file")
