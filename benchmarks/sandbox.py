@@ -21,14 +21,16 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from mrl.sandbox.execution import Call, Execution
-from mrl.sandbox.isolation import selftest
-from mrl.sandbox.isolation.client import IsolatedExecutor, usable_cores
+from mrl.sandbox.confine import selftest
+from mrl.sandbox.engine.client import IsolatedExecutor, usable_cores
+from mrl.sandbox.execution import Execution
 
 CODE = "def f(x):\n    return x * x + 1\n"
 ASSERTS = "assert f(1) == 2\nassert f(2) == 5\nassert f(3) == 10\n"
-CALLS = Execution(CODE, tuple(Call("f", (x,)) for x in (1, 2, 3)))
-PROXIED = Execution(CODE, peer=tuple(ASSERTS.splitlines()))
+TESTS = tuple(ASSERTS.splitlines())
+JUDGED = Execution(CODE, TESTS)
+FRESH = Execution(CODE, ("import sys", *TESTS))
+"""Tests that might leave something behind, so that each program gets a judge of its own."""
 PYTHON = getattr(sys, "_base_executable", sys.executable)
 BWRAP = [
     "bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--dev", "/dev",
@@ -91,9 +93,9 @@ def executor(layer: str, execution: Execution, slots: int, open_: list[IsolatedE
         async def work() -> None:
             while time.perf_counter() < end:
                 started = time.perf_counter()
-                seen = (await isolated.execute([execution]))[0]
+                (seen,) = await isolated.execute([execution])
                 times.append(time.perf_counter() - started)
-                assert seen.status == "done", seen
+                assert seen.verdict.status == "passed", seen
 
         began = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(slots)))
@@ -105,13 +107,13 @@ def executor(layer: str, execution: Execution, slots: int, open_: list[IsolatedE
 async def batch_with_sleeper(slots: int) -> tuple[float, float]:
     """Seconds until 511 of 512 were back, and until the 30 s sleeper was (cut at its time-out)."""
     isolated = IsolatedExecutor(slots=slots)
-    executions = [Execution("import time; time.sleep(60)"), *[CALLS] * 511]
-    started, others, sleeper = time.perf_counter(), 0.0, 0.0
-    async for index, _ in isolated.execute_stream(executions):
-        if index == 0:
-            sleeper = time.perf_counter() - started
-        else:
-            others = time.perf_counter() - started
+    executions = [Execution("import time; time.sleep(60)"), *[JUDGED] * 511]
+    started = time.perf_counter()
+    futures = [asyncio.wrap_future(isolated.submit(execution)) for execution in executions]
+    await asyncio.gather(*futures[1:])
+    others = time.perf_counter() - started
+    await futures[0]
+    sleeper = time.perf_counter() - started
     await isolated.close()
     return others, sleeper
 
@@ -129,10 +131,10 @@ async def main() -> None:
     contenders["bare fork"] = forks(slots)
     for layer in "ABC":
         if selftest.test_layer(layer).holds:
-            contenders[f"layer {layer}, calls"] = executor(layer, CALLS, slots, open_)
-    contenders["best layer, proxied asserts"] = executor("auto", PROXIED, slots, open_)
+            contenders[f"layer {layer}"] = executor(layer, JUDGED, slots, open_)
+    contenders["best layer, a judge each"] = executor("auto", FRESH, slots, open_)
     for count in range(1, slots):
-        contenders[f"best layer, calls, {count} of {slots} slots"] = executor("auto", CALLS, count, open_)
+        contenders[f"best layer, {count} of {slots} slots"] = executor("auto", JUDGED, count, open_)
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(ROUNDS):

@@ -115,14 +115,14 @@ class Actor:
     def write_weights(self, folder: str, version: int, **options: Any) -> Any:
         return self.publisher.files(Path(folder), version, **options)
 
-    def write_memory(self, folder: str, version: int, **options: Any) -> Any:
-        return self.publisher.in_memory(Path(folder), version, **options)
+    def write_memory(self, version: int, **options: Any) -> Any:
+        return self.publisher.in_memory(version, **options)
 
     def write_model(self, folder: str, version: int, **options: Any) -> Any:
         return self.publisher.whole_model(Path(folder), version, **options)
 
-    def write_difference(self, folder: str, version: int, **options: Any) -> Any:
-        return self.publisher.difference(Path(folder), version, **options)
+    def write_difference(self, folder: str | None, version: int, **options: Any) -> Any:
+        return self.publisher.difference(Path(folder or self.publisher.memory_folder()), version, **options)
 
 
 def build(shape: str, folder: Path) -> tuple[Any, Any]:

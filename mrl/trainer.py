@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from mrl.backends.torchrun import take_part
 from mrl.config import ModelConfig, OrchestratorConfig
 from mrl.config.dialects import in_python
 from mrl.config.keywords import Options
@@ -41,6 +42,7 @@ class MRLTrainer:
     """
 
     def __init__(self, config: OrchestratorConfig | None = None, **options: Unpack[Options]) -> None:
+        take_part()
         if config is not None and options:
             raise TypeError(f"give a config or options, not both (got config and {', '.join(options)})")
         self._arguments: dict[str, Any] = {**options}

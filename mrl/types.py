@@ -152,6 +152,8 @@ class WeightRef:
     `token`."""
     addresses: list[str] = field(default_factory=list)
     token: str | None = field(default=None, repr=False)
+    stored: Any = field(default=None, repr=False)
+    """Of a directory in an object store (`mrl.weights.object_store.Stored`), which workers make before use."""
 
 
 # --- experience -----------------------------------------------------------------------------------------------------

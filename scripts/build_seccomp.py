@@ -1,4 +1,4 @@
-"""Generate `mrl/sandbox/isolation/filters.py`: the system calls allowed inside, as classic BPF per architecture.
+"""Generate `mrl/sandbox/confine/filters.py`: the system calls allowed inside, as classic BPF per architecture.
 
     python scripts/build_seccomp.py          # writes the file
     python scripts/build_seccomp.py --check  # exit code 1 when it would change
@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-TARGET = Path(__file__).parents[1] / "mrl/sandbox/isolation/filters.py"
+TARGET = Path(__file__).parents[1] / "mrl/sandbox/confine/filters.py"
 HEADERS = {
     "x86_64": ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"],
     "aarch64": ["/usr/include/asm-generic/unistd.h"],

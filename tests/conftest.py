@@ -106,6 +106,19 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS._registered, "processes", ProcessBackend)
 
 
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """This process is connected to a Ray cluster on this machine, which backends then use."""
+    import ray
+
+    from mrl.backends.ray import cluster
+
+    os.environ.update(cluster.HEALTH)
+    ray.init(address="local", num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that look at them."""

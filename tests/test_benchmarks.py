@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,19 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 QUICK: dict[str, tuple[str, str]] = {
+    "actor_ranks": ("--ranks 2 --layers 2 --hidden 64", "fsdp, 2 ranks"),
     "decode": ("--only 1M --case equal --repeats 1", "equal prompts"),
     "logprob_memory": ("--tokens 64 --words 500 --hidden 16 --repeats 1", "TRL"),
     "multi_turn": ("--rollouts 16 --turns 3 --sleep 0.02 --rounds 1", "prefill computed / unique"),
     "overhead": ("--quick --steps 3", "%"),
+    "recovery": ('--faults "a reward worker"', "| a reward worker |"),
     "replay_rounding": ("--quick --dtypes float32", "one logprob"),
     "run_store": ("--rows 400 --per-step 8 --tokens 20 --steps 2 --step-seconds 0.1", "ms"),
     "sandbox": ("--seconds 0.5", "programs, one sleeping"),
+    "scaling": (
+        "--workers 1 2 --modes queue --slots 8 --tokens 32 --prompt-tokens 8 --steps 1 --fanout-mb 1 --repeat 1",
+        "| network | 2 |",
+    ),
     "vs_trl": ("--quick --lengths tail --sides mrl TRL --steps 1 --rounds 1", "TRL"),
 }
 VLLM: dict[str, tuple[str, str]] = {
@@ -27,7 +34,7 @@ VLLM: dict[str, tuple[str, str]] = {
 
 
 def output_of(name: str, arguments: str) -> str:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments.split()]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ.copy(), timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -37,7 +44,7 @@ def test_all_are_listed_here() -> None:
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*QUICK, *VLLM}
 
 
-LONG = ("decode", "overhead", "replay_rounding", "sandbox", "vs_trl")
+LONG = ("decode", "overhead", "recovery", "replay_rounding", "sandbox", "vs_trl")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import yaml
 
 from mrl.algorithms import ADVANTAGES, LOSSES
+from mrl.cli.flags import argument, parse
 from mrl.cli.main import main
 from mrl.store.run import read_rows
 from tests.rollouts.calling_model import build_calling_model
@@ -193,3 +198,67 @@ def test_web_tasks(folder: Path, capsys: Output) -> None:
     assert {row["status"] for row in rows} == {"ok"}
     assert any("Actions: click(bid, button)" in row["messages"][0]["content"] for row in rows)
     assert any(message["role"] == "tool" and "[1]" in message["content"] for row in rows for message in row["messages"])
+
+
+@pytest.mark.ray
+def test_a_ray_cluster_that_ends_with_its_run(folder: Path) -> None:
+    command = [sys.executable, "-m", "mrl", "train", "ray.yaml", "--max-steps", "2", "--json"]
+    environment = {"PYTHONPATH": str(EXAMPLES.parent), "RAY_ADDRESS": "192.0.2.1:6379", "MRL_TEST": str(folder)}
+    done = subprocess.run(
+        command, cwd=folder / "examples", env={**os.environ, **environment}, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2
+    assert not [process for process in psutil.process_iter(["environ"]) if marked(process.info["environ"], folder)]
+
+
+RAY = """#!/bin/bash
+# A stand-in for `ray symmetric-run OPTIONS -- COMMAND`.
+echo "$@" > ray-was-called
+while [ "$1" != "--" ]; do shift; done
+exec "${@:2}"
+"""
+MRL = """#!/bin/bash
+printf '%s\\n' "$@" > mrl-was-called
+"""
+
+
+def test_launchers_start_the_run_of_their_recipe(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """slurm.sbatch and skypilot.yaml of examples/launch, up to the command on the first machine."""
+    stands_in = {
+        "ray": RAY,
+        "mrl": MRL,
+        "srun": '#!/bin/bash\nexec "$@"\n',
+        "scontrol": "#!/bin/bash\necho localhost\n",
+    }
+    (folder / "bin").mkdir()
+    for name, program in stands_in.items():
+        (folder / "bin" / name).write_text(program)
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    sky = yaml.safe_load((folder / "examples/launch/skypilot.yaml").read_text())
+    slurm = ["bash", "examples/launch/slurm.sbatch", "examples/launch/two_rollout_workers.yaml", "--max-steps", "5"]
+    given = {
+        "slurm": (slurm, {"SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7"}),
+        "sky": (
+            ["bash", "-c", sky["run"]],
+            sky["envs"] | {"SKYPILOT_NODE_IPS": "127.0.0.1", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_TASK_ID": "7"},
+        ),
+    }
+    for name, (command, variables) in given.items():
+        subprocess.run(
+            command, env={**os.environ, **variables, "MRL_RUNS": str(folder / "runs")}, check=True, timeout=60
+        )
+        assert (folder / "ray-was-called").read_text().startswith("symmetric-run --address 127.0.0.1:63")
+        train, *arguments = (folder / "mrl-was-called").read_text().splitlines()
+        assert train == "train"
+        given_options = parse("mrl train", "", arguments, extra={"recipe": argument("a file", positional=True)})
+        assert (given_options["backend"], given_options["resume"]) == ("ray", "auto"), name
+        assert given_options["backend_options"]["address"].startswith("127.0.0.1:63")
+        assert Path(given_options["recipe"]).is_file()
+    out = mrl(capsys, "train", "examples/launch/two_rollout_workers.yaml", "--max-steps", "1", "--json")
+    assert json.loads(out)["steps"] == 1
+
+
+def marked(environment: dict[str, str] | None, folder: Path) -> bool:
+    return (environment or {}).get("MRL_TEST") == str(folder)

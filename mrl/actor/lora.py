@@ -67,26 +67,30 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
     The module itself does not change. Without an adapter the tensors are the live ones. With one, merged tensors are
     new, at least float32, and in host memory; the device holds one of them at a time.
     """
-    if not hasattr(model, "get_base_model"):
-        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    base = model.get_base_model()
-    live: dict[str, Tensor] = {}
-    adapted = _Merged(base)
-    for name, tensor in base.state_dict().items():
-        if ".lora_" in name:
-            continue
-        place, wrapped, parameter = name.partition(".base_layer.")
-        if wrapped:
-            parameter = parameter.replace("base_layer.", "")  # nested wrappers, one per adapted parameter
-            name = f"{place}.{parameter}"
-            adapted.parts[name] = (place, parameter, tensor.detach())
-        live[name] = tensor.detach()
+    live, adapted = merged_parts(model)
     on_device = any(not tensor.is_cpu for _, _, tensor in adapted.parts.values())
     merged = on_host(adapted) if on_device else dict(adapted)
     return {name: merged.get(name, tensor) for name, tensor in live.items()}
 
 
-class _Merged(Mapping[str, Tensor]):
+def merged_parts(model: Any) -> tuple[dict[str, Tensor], Merged]:
+    """All tensors under the names of `merged_state_dict`, without adapters; and those that have one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    live: dict[str, Tensor] = {}
+    adapted = Merged(base)
+    for name, tensor in base.state_dict().items():
+        if base is not model and ".lora_" in name:
+            continue
+        place, wrapped, parameter = name.partition(".base_layer.")
+        if base is not model and wrapped:
+            parameter = parameter.replace("base_layer.", "")  # nested wrappers, one per adapted parameter
+            name = f"{place}.{parameter}"
+            adapted.parts[name] = (place, parameter, tensor.detach())
+        live[name] = tensor.detach()
+    return live, adapted
+
+
+class Merged(Mapping[str, Tensor]):
     """Merged tensors, each computed when it is looked up."""
 
     def __init__(self, base: Any) -> None:
@@ -100,8 +104,7 @@ class _Merged(Mapping[str, Tensor]):
         while hasattr(layer, "base_layer"):
             if parameter == getattr(layer, "parameter_name", "weight"):
                 for adapter in layer.active_adapters:
-                    # In a bfloat16 base, rounding would lose small adapter updates.
-                    wide = torch.promote_types(full.dtype, torch.float32)
+                    wide = merged_dtype(full)
                     full = full.to(wide) + layer.get_delta_weight(adapter).to(wide)
             layer = layer.base_layer
         return full
@@ -111,6 +114,11 @@ class _Merged(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.parts)
+
+
+def merged_dtype(base: Tensor) -> torch.dtype:
+    """Of a tensor with its adapters merged: rounding to a bfloat16 base would lose small adapter updates."""
+    return torch.promote_types(base.dtype, torch.float32)
 
 
 @torch.no_grad()

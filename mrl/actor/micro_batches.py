@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mrl.system.memory import rounded
@@ -64,6 +65,55 @@ def by_tokens(samples: Sequence[Sample], most: int, *, shared_prompts: bool) -> 
         else:
             batches.append([index])
     return batches
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some of a step's samples, by their indices. counts: whether they are this rank's own; others are computed where a
+    rank has fewer micro-batches than another, since ranks gather weights together."""
+
+    index: list[int]
+    counts: bool = True
+
+
+def of_rank(
+    samples: Sequence[Sample],
+    rank: int,
+    ranks: int,
+    split: Callable[[Sequence[Sample]], list[list[int]]],
+    *,
+    shared_prompts: bool,
+) -> list[MicroBatch]:
+    """A rank's micro-batches, as many as every rank's. split: cuts a rank's samples into micro-batches."""
+    by_rank = []
+    for share in shares(samples, ranks, shared_prompts=shared_prompts):
+        parts = split([samples[i] for i in share]) if share else []
+        by_rank.append([MicroBatch([share[i] for i in part]) for part in parts])
+    own, most = by_rank[rank], max(len(parts) for parts in by_rank)
+    shortest = min(range(len(samples)), key=lambda i: (not any(samples[i].mask), _length(samples[i])))
+    return own + [MicroBatch([shortest], counts=False)] * (most - len(own))
+
+
+def shares(samples: Sequence[Sample], ranks: int, *, shared_prompts: bool) -> list[list[int]]:
+    """Indices of each rank's samples, of about equally many tokens; none is empty while there are enough samples.
+
+    The rows of a prompt stay together, but for those at a border, so that it is computed about once.
+    """
+    if ranks == 1:
+        return [list(range(len(samples)))]
+    order = _by_prompt(samples) if shared_prompts else _by_length(samples)
+    total = sum(_length(samples[i]) for i in order)
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    rank, before = 0, 0
+    for place, index in enumerate(order):
+        tokens, left = _length(samples[index]), len(order) - place
+        # The next rank begins where this row's middle is beyond the border, or when the rest has one row each.
+        full = (before + tokens / 2) * ranks > total * (rank + 1) or left <= ranks - 1 - rank
+        if found[rank] and rank < ranks - 1 and full:
+            rank += 1
+        found[rank].append(index)
+        before += tokens
+    return found
 
 
 def _tokens(samples: Iterable[Sample], shared_prompts: bool) -> int:

@@ -1,16 +1,20 @@
-"""Publishing the actor's weights: as files, in shared memory, as a model folder, as a delta."""
+"""Publishing the actor's weights: as files, in memory, as a model folder, as a delta."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.actor.lora import adapts_parameters, merged_state_dict, public_state_dict, saved_state_dict
+from mrl.actor.lora import adapts_parameters
+from mrl.actor.parallel.tensors import LiveTensors, ModelTensors
 from mrl.errors import SyncError
+from mrl.system import scratch
 from mrl.system.machine import machine_id
 from mrl.system.transfers import on_host
 from mrl.types import WeightRef
@@ -30,19 +34,41 @@ class Publisher:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.source: ModelTensors = LiveTensors(model)
+        """Where the tensors come from; of a sharded model, what rank 0 reads while it leads."""
         self.memory: MappedFile | None = None
+        self.shared: Path | None = None
+        """Folder in shared memory."""
         self.deltas: DeltaWriter | None = None
         self.server: WeightServer | None = None
+        self.stored: Any = None
+        """The newest version's objects, as long as this process has no newer one."""
 
     def close(self) -> None:
-        """Stop serving weights."""
+        """Stop serving weights, and free the shared memory."""
         if self.server is not None:
             self.server.close()
             self.server = None
+        self.stored = None
+        if self.shared is not None:
+            self.memory = None
+            scratch.remove(self.shared)
+            self.shared = None
 
-    def tensors(self) -> dict[str, Tensor]:
+    def memory_folder(self) -> Path:
+        """A folder in shared memory, which lives as long as this process; what dead processes have left is removed
+        before it is made. Raises SyncError."""
+        if self.shared is None:
+            if not os.access(scratch.SHARED_MEMORY, os.W_OK):
+                raise SyncError(
+                    f"weight_sync_method: direct needs {scratch.SHARED_MEMORY} between processes; use reload"
+                )
+            self.shared = scratch.make("shared", scratch.SHARED_MEMORY)
+        return self.shared
+
+    def tensors(self) -> Mapping[str, Tensor]:
         """The tensors to publish."""
-        return public_state_dict(self.model)
+        return self.source.public()
 
     def files(
         self,
@@ -62,12 +88,13 @@ class Publisher:
         return publish(self.tensors(), folder, version, dtype=_dtype(dtype), durable=durable, keep=keep)
 
     def in_memory(
-        self, folder: Path, version: int, *, dtype: str | None = None, adapter: bool = False, served: bool = False
+        self, version: int, *, dtype: str | None = None, adapter: bool = False, served: bool = False
     ) -> WeightRef:
-        """Overwrite the one file in `folder` in place: one copy, no new pages. Raises SyncError.
+        """Overwrite the one file in `memory_folder` in place: one copy, no new pages. Raises SyncError.
 
         served: also serve it to other machines over the network.
         """
+        folder = self.memory_folder()
         ref = self.files(folder, version, adapter=True) if adapter else self._overwrite(folder, version, dtype)
         if served:
             assert ref.path is not None
@@ -75,6 +102,24 @@ class Publisher:
             self.server.publish(Path(ref.path), version)
             ref.machine, ref.addresses, ref.token = machine_id(), self.server.addresses, self.server.token
         return ref
+
+    def in_object_store(self, version: int, *, dtype: str | None = None, adapter: bool = False) -> WeightRef:
+        """Write the version to Ray's object store. Raises SyncError."""
+        from mrl.weights.object_store import put_folder, put_tensors
+
+        self.stored = None  # before there is another one: the store need not hold both
+        if adapter:
+            folder = scratch.make("adapter")
+            try:
+                ref = self.files(folder, version, adapter=True)
+                assert ref.path is not None
+                self.stored = put_folder(Path(ref.path))
+            finally:
+                scratch.remove(folder)
+            ref.path, ref.stored = None, self.stored
+            return ref
+        self.stored, found = put_tensors(without_aliases(self.tensors()), _dtype(dtype))
+        return WeightRef(version, checksum=found, bytes=sum(self.stored.sizes.values()), stored=self.stored)
 
     def _overwrite(self, folder: Path, version: int, dtype: str | None) -> WeightRef:
         tensors, kind = without_aliases(self.tensors()), _dtype(dtype)
@@ -91,7 +136,7 @@ class Publisher:
 
     def whole_model(self, folder: Path, version: int, *, dtype: str | None = None) -> WeightRef:
         """Write a Hugging Face model folder with configuration and tokenizer. Raises SyncError."""
-        tensors = on_host(merged_state_dict(self.model), _dtype(dtype))  # `save_pretrained` names them
+        tensors = on_host(self.source.merged(), _dtype(dtype))  # `save_pretrained` names them
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
         def fill(partial: Path) -> None:
@@ -123,7 +168,7 @@ class Publisher:
                 "the adapter has parts for experts, whose weights this model holds in one tensor, and engines do not "
                 "load such adapters; use lora_sync: merged, or lora_target_modules without the experts' layers"
             )
-        self.model.save_pretrained(partial, state_dict=on_host(saved_state_dict(self.model)))
+        self.model.save_pretrained(partial, state_dict=on_host(self.source.saved()))
         for extra in partial.iterdir():
             if extra.name not in ("adapter_config.json", "adapter_model.safetensors"):
                 shutil.rmtree(extra) if extra.is_dir() else extra.unlink()

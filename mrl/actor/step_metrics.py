@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from mrl.actor.parallel.world import World
 from mrl.system.transfers import to_host
 
 WITH_MAXIMUM = ("ratio", "logprob_gap")
@@ -16,11 +17,12 @@ WITH_MAXIMUM = ("ratio", "logprob_gap")
 class StepMetrics:
     """Token-weighted means and maxima over the micro-batches and updates of a step.
 
-    moved: the logprob gap, in nats per token, that updates since the compared tokens were sampled may explain.
+    moved: the logprob gap, in nats per token, that updates since the compared tokens were sampled may explain. world:
+    the ranks that each add their own micro-batches; `update` and `summary` are of all of them.
     """
 
-    def __init__(self, moved: float = 0.0) -> None:
-        self.moved = moved
+    def __init__(self, moved: float = 0.0, world: World | None = None) -> None:
+        self.moved, self.world = moved, world or World()
         self.names: list[str] = []
         self.sums_M: Tensor | None = None
         """In the order of `names`, then the number of tokens."""
@@ -60,9 +62,11 @@ class StepMetrics:
         self.compared_2 = found_2 if self.compared_2 is None else self.compared_2 + found_2
 
     def update(self, loss: Tensor, grad_norm: Tensor) -> tuple[float, float]:
-        """Record an update's loss and gradient norm, and return them as floats. Synchronises with the device."""
-        compared = [] if self.compared_2 is None else [self.compared_2]
-        loss_1, grad_norm_1, *compared = to_host(loss, grad_norm, *compared)
+        """Record an update's loss and gradient norm, and return them as floats. Synchronises with the device.
+
+        loss: of this rank's micro-batches. grad_norm: of all ranks' gradient."""
+        compared = [] if self.compared_2 is None else [self.world.total(self.compared_2.clone())]
+        loss_1, grad_norm_1, *compared = to_host(self.world.total(loss.detach().clone()), grad_norm, *compared)
         if compared:
             self.compared_tokens, self.unexplained_sum = compared[0].tolist()
         self.losses.append(loss_1.item())
@@ -80,8 +84,11 @@ class StepMetrics:
     def summary(self) -> dict[str, float]:
         """The step's metrics. Call after at least one update."""
         assert self.sums_M is not None
-        parts = [self.sums_M, *([] if self.largest_M is None else [self.largest_M])]
-        (sums_M, *largest), weights = _split(to_host(*parts, *self.weights.sums), len(parts))
+        parts = [self.world.total(self.sums_M.clone())]
+        if self.largest_M is not None:
+            parts.append(self.world.each(self.largest_M).amax(dim=0))  # a collective maximum would hide NaN
+        logs = [self.world.each(log).logsumexp(dim=0) for log in self.weights.sums]
+        (sums_M, *largest), weights = _split(to_host(*parts, *logs), len(parts))
         *sums, tokens = sums_M.tolist()
         with_maximum = [name for name in WITH_MAXIMUM if name in self.names]
         maxima = dict(zip(with_maximum, largest[0].tolist() if largest else [], strict=True))

@@ -9,7 +9,11 @@ from mrl.backends.base import Backend, Resources, WorkerHandle
 from mrl.errors import ConfigError
 from mrl.registry import Registry
 
-BACKENDS: Registry[type[Backend]] = Registry("backends", "backend", {"inline": "mrl.backends.inline:InlineBackend"})
+BACKENDS: Registry[type[Backend]] = Registry(
+    "backends",
+    "backend",
+    {"inline": "mrl.backends.inline:InlineBackend", "ray": "mrl.backends.ray:RayBackend"},
+)
 
 __all__ = ["BACKENDS", "Backend", "Resources", "WorkerHandle", "check_backend", "make_backend"]
 

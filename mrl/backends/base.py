@@ -19,7 +19,7 @@ class Resources:
     """
 
     gpu: str | None = None
-    """Type of GPU; None = the worker computes on none."""
+    """Type of GPU; "any" = the backend's choice, which may be none; None = the worker computes on none."""
     gpus: int = 0
     """How many of that type."""
     cpus: float = 1.0
@@ -62,6 +62,12 @@ class Backend(Protocol):
 
     shares_memory: bool
     """Whether actor and rollout workers may pass live modules to each other."""
+    shares_disk: bool
+    """Whether workers see this process's files, under the same paths."""
+    common_disk: bool
+    """Whether what a worker writes in `folder` is there for the others too."""
+    sync_method: str
+    """The `weight_sync_method` of runs that name none."""
 
     def __init__(self, call_timeout: float, **options: Any) -> None:
         """call_timeout: seconds after which an unanswered call counts as a dead worker. options: the backend's own, by
@@ -73,6 +79,11 @@ class Backend(Protocol):
         """Raise ConfigError, before anything is started, for bad options or workers that it cannot provide."""
         ...
 
+    async def reserve(self, workers: Mapping[str, Resources]) -> None:
+        """Before the first of a run's workers is spawned: what all of them need, by name, so that they get it together
+        or not at all. Raises ConfigError when there is not that much. Others may be spawned besides."""
+        ...
+
     async def spawn(self, worker: type, *, name: str, resources: Resources, args: dict[str, Any]) -> WorkerHandle:
         """Start `worker(**args)`, where what was registered in this process (mrl.registry.registrations) is registered
         too. What its constructor raises is raised here. Raises WorkerDied, and ConfigError for
@@ -81,6 +92,15 @@ class Backend(Protocol):
 
     async def put(self, path: Path) -> str:
         """Bring a local file or folder to where workers can read it, and return its path there."""
+        ...
+
+    def folder(self, run_dir: Path, name: str) -> str:
+        """Where workers write what belongs into the folder `name` of a run: that one, where they share the disk."""
+        ...
+
+    async def fetch(self, worker: WorkerHandle, there: str, here: Path) -> None:
+        """Bring a folder that a worker has written below `folder` to a path here, whole or not at all; there it may be
+        gone afterwards. Does nothing where the disk is shared. Raises OSError and WorkerDied."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,5 @@
-"""`inline`: workers are objects in this process. The embedded default, and where a debugger works."""
+"""`inline`: workers are objects in this process. The embedded default, and where a debugger works. Only an actor of
+several GPUs has processes of its own, under torchrun."""
 
 from __future__ import annotations
 
@@ -6,14 +7,20 @@ import asyncio
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mrl.backends import base
-from mrl.backends.base import Resources
+from mrl.backends.base import Resources, WorkerHandle
+from mrl.backends.remote import RemoteHandle
+from mrl.backends.torchrun import Torchrun, check_size
 from mrl.errors import ConfigError, WorkerDied
+from mrl.system.gather import all_of
 from mrl.system.threads import SerialExecutor
+
+RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+"""Environment variables, as torchrun sets them, of a worker that is one of several."""
 
 
 class InlineHandle:
@@ -112,31 +119,58 @@ def _nothing() -> None:
 class InlineBackend:
     """Everything in this process, on the device that is there."""
 
-    shares_memory = True
+    shares_memory = shares_disk = common_disk = True
+    sync_method = "reload"
 
     def __init__(self, call_timeout: float) -> None:
         self.call_timeout = call_timeout
-        self.handles: list[InlineHandle] = []
+        self.handles: list[WorkerHandle] = []
+        self.torchrun: Torchrun | None = None
 
     @staticmethod
     def check(resources: list[Resources]) -> None:
-        """Raises ConfigError for environment variables: this process has its own, which others read too."""
+        """Raises ConfigError for environment variables: this process has its own, which others read too; and for
+        another number of the actor's processes than torchrun has started, where it has."""
         for needs in resources:
-            if needs.env:
+            if RANK in needs.env:
+                check_size(int(needs.env[WORLD_SIZE]))
+            elif needs.env:
                 raise ConfigError(
                     f"backend: inline runs workers in this process, so {', '.join(needs.env)} cannot be set for one of "
                     "them; set it before the run"
                 )
 
-    async def spawn(self, worker: type, *, name: str, resources: Resources, args: dict[str, Any]) -> InlineHandle:
+    async def reserve(self, workers: Mapping[str, Resources]) -> None:
+        """Nothing: there is what is there."""
+
+    async def spawn(self, worker: type, *, name: str, resources: Resources, args: dict[str, Any]) -> WorkerHandle:
+        """One of several that do everything together, by its place in the environment, gets a process of its own."""
+        if RANK in resources.env:
+            return await self._spawn_rank(worker, name, resources.env, args)
         handle = InlineHandle(worker(**args), name, self.call_timeout)
         self.handles.append(handle)
+        return handle
+
+    async def _spawn_rank(self, worker: type, name: str, env: Mapping[str, str], args: dict[str, Any]) -> RemoteHandle:
+        self.torchrun = self.torchrun or Torchrun(int(env[WORLD_SIZE]))
+        link = await self.torchrun.link(int(env[RANK]))
+        handle = RemoteHandle(name, link, self.call_timeout)
+        self.handles.append(handle)
+        await link.open()
+        await handle.start(worker, args)
         return handle
 
     async def put(self, path: Path) -> str:
         return str(path)
 
+    def folder(self, run_dir: Path, name: str) -> str:
+        return str((run_dir / name).absolute())
+
+    async def fetch(self, worker: WorkerHandle, there: str, here: Path) -> None:
+        """Nothing: it is here."""
+
     async def close(self) -> None:
-        for handle in self.handles:
-            await handle.kill()
+        await all_of([handle.kill() for handle in self.handles])
         self.handles.clear()
+        if self.torchrun is not None:
+            await self.torchrun.close()

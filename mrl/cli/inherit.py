@@ -35,7 +35,7 @@ VLLM = (
     *("vllm_python", "tensor_parallel_size", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager"),
     *("vllm_max_num_seqs", "vllm_args", "vllm_start_timeout", "vllm_stall_timeout"),
 )
-HAVE_HELD_OUT = ("tiny-code", "reasoning_gym")
+HAVE_HELD_OUT = ("tiny-code", "reasoning_gym", "humaneval")
 """Sources of tasks that have others than those a run was trained on."""
 _WIDEST = 60
 

@@ -78,6 +78,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """Train a model by reinforcement learning."""
+    from mrl.backends.torchrun import take_part
+
+    take_part()
     from mrl.cli.flags import argument, find_recipe, flat_options, parse
     from mrl.config.dialects import in_flags
     from mrl.config.recipe import located

@@ -36,7 +36,7 @@ def sandbox(argv: list[str]) -> int:
 def check(argv: list[str]) -> int:
     """Perform the forbidden acts inside each layer of isolation; print which layer is used, and why."""
     given = parse("mrl sandbox check", check.__doc__ or "", argv, options=[], extra={"json": _JSON})
-    from mrl.sandbox.isolation.report import describe
+    from mrl.sandbox.confine.report import describe
 
     report = describe()
     if given.get("json"):
@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
         _print_json(verdict.as_dict())
     else:
         _print_verdict(verdict, [str(test) for test in program.tests])
-    return 0 if verdict.status == "passed" else 2 if verdict.status == "sandbox_error" else 1
+    return 0 if verdict.status == "passed" else 1 if verdict.judged else 2
 
 
 _JSON = argument("Print as JSON.", default="off", kind=bool)

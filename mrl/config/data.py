@@ -24,7 +24,7 @@ class DataConfig(Section):
     train_dataset: Any = None
     """A `datasets.Dataset`, a list of dicts, or a callable that returns either (Python only)."""
     dataset_name: str | None = None
-    """Hub id, local folder or file (jsonl, json, csv, parquet), `tiny-code` (the shipped tasks), or
+    """Hub id, local folder or file (jsonl, json, csv, parquet), `tiny-code` (the shipped tasks), `humaneval`, or
     `reasoning_gym:TASK?option=value` (generated ones, e.g. `reasoning_gym:chain_sum?min_terms=2`)."""
     dataset_config: str | None = None
     """Configuration (subset) of a Hub dataset."""

@@ -31,6 +31,7 @@ _CALLED = {
     "packing": "use_remove_padding padding_free packing_samples",
     "use_liger_kernel": "use_liger use_liger_loss",
     "offload_optimizer": "optimizer_offload adam_offload",
+    "ddp_timeout": "nccl_timeout",
     "beta": "kl_coef kl_loss_coef init_kl_coef kl_beta kl_coeff",
     "kl_estimator": "kl_loss_type kl_penalty",
     "epsilon": "clip_ratio clip_ratio_low cliprange clip_eps eps_clip epsilon_low",
@@ -98,7 +99,9 @@ _INSTEAD = {
     "optim optimizer": "the optimizer is AdamW: adam_beta1, adam_beta2, weight_decay",
     "logging_steps logging_strategy log_interval": "every step is logged; report_to says where",
     "push_to_hub hub_model_id": "`mrl checkpoints RUN push` does it",
-    "deepspeed fsdp fsdp_config zero_stage nnodes n_gpus_per_node num_gpus": "the actor trains on one device",
+    "deepspeed fsdp fsdp_config zero_stage strategy": "how an actor on several GPUs divides its work is "
+    "actor_parallelism: fsdp or ddp",
+    "nnodes n_gpus_per_node num_gpus": "the actor's GPUs are actor_gpu, e.g. A100:4",
     "attn_implementation flash_attn": "attention is chosen by the engine and by packing",
     "val_before_train eval_on_start eval_before_train": "held-out tasks are always attempted before the first step",
     "disable_dropout": "models train with the dropout of their own configuration; lora_dropout is the adapter's",

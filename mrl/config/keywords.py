@@ -77,6 +77,8 @@ class Options(TypedDict, total=False):
     torch_compile: bool
     use_liger_kernel: bool
     offload_optimizer: bool
+    actor_parallelism: Literal["fsdp", "ddp"]
+    ddp_timeout: float
     save_steps: int
     save_total_limit: int | None
     best_metric: str | None
@@ -153,8 +155,8 @@ class Options(TypedDict, total=False):
     engine: str
     num_rollout_workers: int
     num_reward_workers: int
-    actor_gpu: str
-    rollout_gpu: str
+    actor_gpu: str | None
+    rollout_gpu: str | None
     weight_sync_method: str
     weight_sync_dir: str | None
     delta_over: Literal["reload", "volume", "direct"]

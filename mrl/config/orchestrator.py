@@ -127,9 +127,13 @@ class OrchestratorConfig(Section):
         elif sampled < limit and "max_completion_length" in self.algorithm.model_fields_set:
             notes.append(f"max_tokens ({sampled}) ends completions before max_completion_length ({limit}).")
         if self.runtime.backend == "inline":
-            ignored = [n for n in ("actor_gpu", "rollout_gpu") if n in self.runtime.model_fields_set]
+            given = {name: getattr(self.runtime, name) for name in ("actor_gpu", "rollout_gpu")}
+            ignored = [name for name, gpu in given.items() if gpu is not None]
             if ignored:
-                notes.append(f"{' and '.join(ignored)}: backend inline rents no machines and uses this one's device.")
+                notes.append(
+                    f"{' and '.join(ignored)}: backend inline rents no machines and uses this one's devices; of "
+                    "actor_gpu it takes the number."
+                )
         if self.algorithm.importance_sampling == "none" and (
             self.generation.top_p < 1 or self.generation.top_k or self.generation.min_p
         ):

@@ -84,15 +84,17 @@ class RuntimeConfig(Section):
     num_reward_workers: int = Field(1, ge=1)
     """Workers that score. With several, each reward function gets a share of the batch in each, the rollouts of a task
     together; with one, the whole batch."""
-    actor_gpu: str = "A100"
-    """GPU type of the actor on backends that rent machines, with their number where it is above 1: `A100:2`; `inline`
-    uses the device that is there."""
-    rollout_gpu: str = "A10G"
+    actor_gpu: str | None = None
+    """GPU type of the actor, with their number where it is above 1: `A100:4`; `cpu` for none, `cpu:2` for two processes
+    without. None = the backend's choice (`ray`: one GPU of any type, if the cluster has any); `inline` uses the device
+    that is there."""
+    rollout_gpu: str | None = None
     """The same for each rollout worker."""
     weight_sync_method: str = "reload"
     """How new weights reach the rollout workers (docs/weight-sync.md): `reload` (files), `direct` (the actor's own
-    module in one process, shared memory on one machine), `volume` (a shared disk), `delta` (what changed), `checkpoint`
-    (the engine is rebuilt)."""
+    module in one process, shared memory on one machine), `volume` (a shared disk), `object_store` (Ray's), `delta`
+    (what changed), `checkpoint` (the engine is rebuilt). Where it is not given, backends on several machines take
+    another one: docs/weight-sync.md has a table."""
     weight_sync_dir: str | None = None
     """Directory for methods that write files: a memory-backed one is fastest, `volume` needs one that all machines see.
     None = the run's folder."""
@@ -103,7 +105,8 @@ class RuntimeConfig(Section):
     sync_weights_every: int = Field(1, ge=1)
     """Steps between weight syncs; above 1 the rollouts are off-policy in between."""
     sync_timeout: float = Field(300.0, gt=0)
-    """Seconds a weight update may take; a rollout worker that needs longer is replaced."""
+    """Seconds a weight update may take; a rollout worker that needs longer is replaced. So is one that answers nothing
+    at all for as long, and for at least a minute."""
     max_worker_restarts: int = Field(10, ge=0)
     """Workers that died or could not be updated that a run replaces before it stops: of the rollout workers, of the
     reward workers, and of the actor so many each. With a new actor the run goes on from its last checkpoint."""
@@ -112,8 +115,8 @@ class RuntimeConfig(Section):
 
     @field_validator("actor_gpu", "rollout_gpu")
     @classmethod
-    def _type_and_number(cls, value: str, field: ValidationInfo) -> str:
-        if not _GPU.fullmatch(value):
+    def _type_and_number(cls, value: str | None, field: ValidationInfo) -> str | None:
+        if value is not None and not _GPU.fullmatch(value):
             raise ConfigError(
                 f"{field.field_name}: {value!r} is no type of GPU with a number; give e.g. A100, or A100:2 for two"
             )

@@ -57,6 +57,12 @@ class TrainingConfig(Section):
     offload_optimizer: bool = False
     """Keep AdamW's state, and do its arithmetic, in host memory: 8 bytes per trained parameter less on the GPU, for a
     slower update."""
+    actor_parallelism: Literal["fsdp", "ddp"] = "fsdp"
+    """How an actor on several GPUs divides its work; each takes a share of every step's samples. `fsdp`: each keeps a
+    part of weights, gradients and optimizer state (PyTorch's FSDP2); `ddp`: each keeps all of them, with less to send.
+    The update is the same."""
+    ddp_timeout: float = Field(600.0, gt=0)
+    """Seconds that an actor's processes wait for each other before one counts as dead."""
     save_steps: int = Field(100, ge=0)
     """Write a checkpoint every so many steps, and always at the end; 0 = only at the end."""
     save_total_limit: int | None = Field(None, ge=1)

@@ -1,7 +1,8 @@
 """`reasoning_gym:TASK?option=value&…`: generated tasks with a verifier (github.com/open-thought/reasoning-gym).
 
 A row holds the arguments that its task was generated with: the verifier generates the same task again, wherever it
-runs.
+runs. Some tasks are drawn from sets, whose order follows the interpreter's hash seed
+(`PYTHONHASHSEED`), so they are generated, here and there, by an interpreter whose hash seed is 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import difflib
 import functools
 import importlib.util
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,29 +54,67 @@ def reasoning_gym(
         "seed": options.pop("seed", None) or derive_seed(seed, "reasoning_gym", split) % 2**31,
         "size": size,
     }
-    rows = []
-    for index in range(min(size, max_samples or size)):
-        try:
-            made = entry(**recipe, index=index)
-        except (AssertionError, ValueError, TypeError) as error:
-            raise DataError(f"{where}: {type(error).__name__}: {error}") from error
-        prompt, answer = str(made["question"]), made.get("answer")
-        rows.append(
-            {
-                "id": f"{task}-{recipe['seed']}-{index}",
-                "prompt": prompt,
-                "answer": None if answer is None else str(answer),
-                COLUMN: {**recipe, "index": index},
-            }
-        )
-    return rows
+    try:
+        made = _make(recipe, min(size, max_samples or size))
+    except _CannotBeMade as error:
+        raise DataError(f"{where}: {error}") from None
+    return [
+        {
+            "id": f"{task}-{recipe['seed']}-{index}",
+            "prompt": prompt,
+            "answer": answer,
+            COLUMN: {**recipe, "index": index},
+        }
+        for index, (prompt, answer) in enumerate(made)
+    ]
 
 
 reasoning_gym.reward = "reasoning_gym"  # type: ignore[attr-defined]  # what scores these tasks when nothing else is named
 
 
+class _CannotBeMade(Exception):
+    pass
+
+
+def _make(recipe: dict[str, Any], count: int) -> list[tuple[str, str | None]]:
+    """Questions and answers of the first `count` tasks, by an interpreter whose hash seed is 0: this one, where it is.
+    Raises _CannotBeMade."""
+    if not sys.flags.hash_randomization:
+        try:
+            entries = [entry(**recipe, index=index) for index in range(count)]
+        except (AssertionError, ValueError, TypeError) as error:
+            raise _CannotBeMade(f"{type(error).__name__}: {error}") from error
+        pairs = ((str(made["question"]), made.get("answer")) for made in entries)
+        return [(question, None if answer is None else str(answer)) for question, answer in pairs]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-c", "from mrl.data.reasoning_gym import make_for_parent; make_for_parent()"],
+        input=json.dumps([recipe, count]),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8"},
+    )
+    said: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr.strip()[-500:]}
+    if "error" in said:
+        raise _CannotBeMade(said["error"])
+    return [(question, answer) for question, answer in said["made"]]
+
+
+def make_for_parent() -> None:
+    """The child of `_make`: a recipe and a count on stdin, what was made, as JSON, on stdout."""
+    recipe, count = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):  # for what the library prints
+        try:
+            said: dict[str, Any] = {"made": _make(recipe, count)}
+        except _CannotBeMade as error:
+            said = {"error": str(error)}
+    print(json.dumps(said))
+
+
 def entry(task: str, options: str, seed: int, size: int, index: int) -> dict[str, Any]:
-    """One task as the library has it: question, answer, metadata. The same for the same arguments.
+    """One task as the library has it: question, answer, metadata. The same for the same arguments and hash seed.
 
     options: JSON. Raises whatever the library raises for options that will not do.
     """

@@ -28,7 +28,11 @@ class DatasetSource(Protocol):
 DATASETS: Registry[DatasetSource] = Registry(
     "datasets",
     "dataset_name",
-    {"tiny-code": "mrl.data.sources:tiny_code", "reasoning_gym": "mrl.data.reasoning_gym:reasoning_gym"},
+    {
+        "tiny-code": "mrl.data.sources:tiny_code",
+        "reasoning_gym": "mrl.data.reasoning_gym:reasoning_gym",
+        "humaneval": "mrl.data.humaneval:humaneval",
+    },
 )
 
 

@@ -7,26 +7,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mrl.backends import WorkerHandle
+from mrl.backends import Backend, WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.errors import CheckpointError, ConfigError
 from mrl.store.checkpoints import prune
 from mrl.store.run import RunStore
+from mrl.system.threads import in_thread
 
 KINDS = ("eval", "reward", "train")
 """Prefixes of metrics that not every step has."""
 
 
 class Checkpointing:
-    """A run's checkpoints. One is written while training goes on; the next waits for it.
+    """A run's checkpoints. One is written while training goes on; the next waits for it. Where the actor does not see
+    this machine's disk, it writes on its own, and the checkpoint counts once it is here.
 
     note: tells the user something. `written` is the step of the newest whole one, 0 for none.
     """
 
     def __init__(
-        self, config: OrchestratorConfig, actor: WorkerHandle, store: RunStore, note: Callable[[str], None]
+        self,
+        config: OrchestratorConfig,
+        backend: Backend,
+        actor: WorkerHandle,
+        store: RunStore,
+        note: Callable[[str], None],
     ) -> None:
-        self.config, self.actor, self.store, self.note = config, actor, store, note
+        self.config, self.backend, self.actor, self.store, self.note = config, backend, actor, store, note
         self.written = 0
         self.best: dict[str, Any] | None = None
         """Metric, value and step of the best one so far (`best_so_far`)."""
@@ -58,13 +65,14 @@ class Checkpointing:
         Raises CheckpointError when it may not fail, and ConfigError for a `best_metric` there is not.
         """
         await self._finish(step, must=False)
-        self.store.flush()  # a checkpoint never knows of a step that the record does not
+        # On a thread, as whoever samples goes on meanwhile.
+        await in_thread(self.store.flush)  # a checkpoint never knows of a step that the record does not
         self._update_best(step, metrics)
         self._writing = step
         try:
             await self.actor.call(
                 "save_checkpoint",
-                str(self.store.checkpoint_path(step)),
+                self._there(step),
                 {"step": step, **state, "best": self.best},
                 beside=not last,
                 served=None if served is None else str(served),
@@ -85,6 +93,7 @@ class Checkpointing:
             return
         try:
             await self.actor.call("finish_checkpoint")
+            await bring(self.backend, self.actor, self._there(self._writing), self.store.checkpoint_path(self._writing))
         except CheckpointError as error:
             self._failed(step, error, must=must)
             return
@@ -93,6 +102,11 @@ class Checkpointing:
         if self.config.training.save_total_limit is not None:
             protect = {self.best["step"]} if self.best else set()
             prune(self.store.folder, self.config.training.save_total_limit, protect)
+
+    def _there(self, step: int) -> str:
+        """Where the actor writes it."""
+        path = self.store.checkpoint_path(step)
+        return f"{self.backend.folder(self.store.folder, path.parent.name)}/{path.name}"
 
     def _failed(self, step: int, error: CheckpointError, *, must: bool) -> None:
         if self._writing is not None and self.best is not None and self.best["step"] == self._writing:
@@ -106,6 +120,17 @@ class Checkpointing:
     def _update_best(self, step: int, metrics: dict[str, float]) -> None:
         self._best_before = self.best
         self.best = best_so_far(self.best, self.config.training.best_metric, step, metrics)
+
+
+async def bring(backend: Backend, worker: WorkerHandle, there: str, here: Path) -> None:
+    """Have a checkpoint that a worker has written here. Raises CheckpointError."""
+    try:
+        await backend.fetch(worker, there, here)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {here} could not be brought here from {there} of {worker.name} ({error}); free space here, or "
+            "choose another run_dir. Earlier checkpoints are as they were"
+        ) from error
 
 
 def best_so_far(

@@ -17,6 +17,7 @@ from mrl.config import OrchestratorConfig
 from mrl.engines.vllm import shares
 from mrl.errors import ConfigError, EngineError, WorkerDied
 from mrl.loop.model_size import model_size
+from mrl.loop.resources import actor_ranks
 from mrl.sync import WeightSync
 
 KEEPS_WEIGHTS, DROPS_WEIGHTS = 1, 2
@@ -104,6 +105,8 @@ def check_colocate(config: OrchestratorConfig, gpus: list[list[int]], actor: int
     """Raise ConfigError where `colocate` cannot be. gpus: of each engine. actor: its GPU. seen: GPUs there are."""
     if not BACKENDS.get(config.runtime.backend).shares_memory:
         raise ConfigError(f"colocate: backend {config.runtime.backend} puts workers anywhere; use backend: inline")
+    if actor_ranks(config) > 1:
+        raise ConfigError("colocate: the actor has several GPUs; leave colocate out, or give the actor one GPU")
     if config.overlap.async_mode != "off":
         raise ConfigError(
             f"colocate: with async_mode: {config.overlap.async_mode} vLLM generates while the actor trains, and on one "

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from mrl.backends import WorkerHandle
+from mrl.backends.torchrun import world_size
 from mrl.data import TaskOrder
 from mrl.experience.batch import make_batch
 from mrl.experience.failures import check_failures
@@ -30,15 +31,18 @@ from mrl.loop.policy_server import PolicyServer
 from mrl.loop.preflight import Prepared, check_disk, colocated_places, prepare, total_steps
 from mrl.loop.producer import Producer
 from mrl.loop.recorded_run import RecordedRun
+from mrl.loop.resources import ACTOR, actor_ranks, needs, rollout_workers
 from mrl.loop.resume import fingerprint, random_state, set_random_state
 from mrl.loop.schedule import Taken
 from mrl.loop.schedule_modes import make_scheduler
-from mrl.loop.spawning import ACTOR, make_sync, rollout_workers, spawn_actor, spawn_rewards, spawn_rollout
+from mrl.loop.spawning import make_sync, spawn_actor, spawn_rewards, spawn_rollout
 from mrl.loop.task_batch import staleness
 from mrl.mismatch import MismatchWatch
 from mrl.rewards.combine import held_out, mean_metrics, plain
 from mrl.rollouts.runner import close_source, start_source
 from mrl.store.checkpoints import SERVED
+from mrl.system.garbage import older_objects_left_out
+from mrl.system.gather import all_of
 from mrl.system.interrupts import Stopped
 from mrl.system.threads import in_thread
 from mrl.types import Group, Sample, WeightRef, derive_seed
@@ -55,7 +59,6 @@ class Orchestrator(RecordedRun):
 
     def _reset(self) -> None:
         super()._reset()
-        self.sync = make_sync(self.config, self.run_dir / self.working_folder)
         self.version = 0
         self.seconds: dict[str, float] = {}
         self.mismatch_watch = MismatchWatch(self.config, self._note)
@@ -85,16 +88,22 @@ class Orchestrator(RecordedRun):
         self._make_scheduler()
         try:
             looking = self.progress.watching(
-                self._look, lambda: self.policy.workers, lambda: [self.actor, *self.rewards.workers]
+                self._look,
+                lambda: self.policy.workers,
+                lambda: [self.actor, *self.rewards.workers],
+                silence=self.config.runtime.sync_timeout,
+                note=self._note,
             )
             serving = self.server.running(self.policy, self.prepared.setup, self.prepared.source)
             async with looking, serving:
-                await self._loop()
+                with older_objects_left_out():
+                    await self._loop()
         finally:
             await self.scheduler.close()
 
     def _clean_up(self) -> None:
-        self.sync.close()
+        if hasattr(self, "sync"):
+            self.sync.close()
         self.server.close()
 
     def _newest_checkpoint(self) -> Path | None:
@@ -102,6 +111,10 @@ class Orchestrator(RecordedRun):
 
     def _complete(self) -> bool:
         return self.step >= self.total_steps and not self.evaluation_due
+
+    def _trains_here(self) -> bool:
+        """Ranks that torchrun has started with this process cannot be started again either."""
+        return super()._trains_here() and (actor_ranks(self.config) == 1 or world_size() > 1)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -309,13 +322,15 @@ class Orchestrator(RecordedRun):
     async def _start_workers(self) -> dict[str, Any]:
         config, prepared = self.config, self.prepared
         length = prepared.max_model_len
+        self.sync = make_sync(config, Path(self.backend.folder(self.run_dir, self.working_folder)))
+        await self.backend.reserve(needs(config))
         await start_source(prepared.source, self.backend, self._note_of_source)
         self.actor: WorkerHandle = await spawn_actor(self.backend, config, length, self.total_steps)
 
         async def spawn(index: int) -> WorkerHandle:
             return await spawn_rollout(self.backend, config, length, index)
 
-        self.workers: list[WorkerHandle] = [await spawn(index) for index in range(rollout_workers(config))]
+        self.workers = await all_of([spawn(index) for index in range(rollout_workers(config))])
         self.rewards = await spawn_rewards(self.backend, config, self._note, self.run_dir)
         self.policy = RolloutPool(
             self.workers,
@@ -325,7 +340,7 @@ class Orchestrator(RecordedRun):
             max_restarts=config.runtime.max_worker_restarts,
         )
         self.collector = Collector.of(config, prepared, self.policy, self.rewards, config.training.num_generations)
-        self.checkpoints = Checkpointing(config, self.actor, self.store, self._note)
+        self.checkpoints = Checkpointing(config, self.backend, self.actor, self.store, self._note)
         if self.point is not None:
             self.checkpoints.written, self.checkpoints.best = self.step, self.point.state["best"]
             self.version = self.point.state["policy_version"]
@@ -353,8 +368,7 @@ class Orchestrator(RecordedRun):
             return
         await self.colocation.give_device()
         ref = WeightRef(self.version, path=str(self.served.parent))
-        for worker in self.workers:
-            await worker.call("update_weights", ref)
+        await all_of([worker.call("update_weights", ref) for worker in self.workers])
         self.policy.version = self.version
 
     def _make_scheduler(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.backends import BACKENDS
 from mrl.config import OrchestratorConfig, RewardConfig
+from mrl.config.ranks import check_ranks
 from mrl.data import check_prompt_lengths, load_rows, require_columns
 from mrl.data.load import Loaded
 from mrl.data.tasks import Row, rows_to_tasks
@@ -19,7 +20,15 @@ from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
 from mrl.loop.images import check_images, processor_of
-from mrl.loop.resources import actor_resources, check_resources, reward_resources, rollout_resources
+from mrl.loop.resources import (
+    actor_ranks,
+    check_resources,
+    needs,
+    reward_resources,
+    rollout_resources,
+    settle_sync,
+    shares_modules,
+)
 from mrl.models import context_length, load_config, load_tokenizer, pick_device
 from mrl.rollouts import ROLLOUT_SOURCES, BatchSource, RolloutSource, SourceSetup, TurnLimits, check_source
 from mrl.rollouts.prompts import PromptEncoder
@@ -67,7 +76,9 @@ class Counts:
 def prepare(config: OrchestratorConfig) -> Prepared:
     """Check a run's configuration against the world. Raises the typed error of whatever will not do."""
     check_names(config)
-    check_resources(config, actor_resources(config), rollout_resources(config), reward_resources())
+    check_resources(config, *needs(config).values())
+    check_ranks(config.training, config.model, actor_ranks(config))
+    settle_sync(config)
     _let_source_score(config)
     if config.generation.temperature == 0:
         raise ConfigError("temperature: 0 always samples the same tokens, so there is nothing to learn from; use 1.0")
@@ -118,9 +129,7 @@ def _check_shared_weights(config: OrchestratorConfig) -> None:
     runtime, overlap, mode = config.runtime, config.overlap, config.overlap.async_mode
     if runtime.weight_sync_method != "direct":
         return
-    shares = BACKENDS.get(runtime.backend).shares_memory and "module" in getattr(
-        ENGINES.get(runtime.engine), "accepts", ("module",)
-    )
+    shares = shares_modules(config) and "module" in getattr(ENGINES.get(runtime.engine), "accepts", ("module",))
     if shares and mode != "off":
         raise ConfigError(
             f"async_mode: {mode} needs rollout workers with weights of their own, and with weight_sync_method direct "
@@ -142,7 +151,7 @@ def _check_stale_sync(config: OrchestratorConfig) -> None:
         raise ConfigError("weight_sync_method: delta sends all weights; use lora_sync: merged, or reload")
     if runtime.sync_weights_every == 1:
         return
-    if runtime.weight_sync_method in ("delta", "checkpoint"):
+    if runtime.weight_sync_method in ("delta", "checkpoint", "object_store"):
         raise ConfigError(
             f"sync_weights_every: above 1 it needs weight_sync_method reload or volume, found "
             f"{runtime.weight_sync_method}"
@@ -168,20 +177,28 @@ def prepare_evaluation(config: OrchestratorConfig, by: str | None = None, attemp
 
 
 def check_engine(config: OrchestratorConfig) -> None:
-    """Raise ConfigError for options that the engine has no use for, or when this machine lacks what it needs."""
-    name = config.runtime.engine
+    """Raise ConfigError for options that the engine has no use for, or when this machine lacks what it needs, if it is
+    to run here."""
+    name, backend = config.runtime.engine, config.runtime.backend
     options = config.serving.options_of(name)
-    if check := getattr(ENGINES.get(name), "check", None):
+    here = BACKENDS.get(backend).shares_memory
+    if config.serving.vllm_devices and not here:
+        raise ConfigError(f"vllm_devices: backend {backend} chooses them; use rollout_gpu, with their number: A100:2")
+    if here and (check := getattr(ENGINES.get(name), "check", None)):
         check(**options)
 
 
 def engine_gpus(config: OrchestratorConfig) -> tuple[list[list[int]], int | None]:
-    """The GPUs of each of a run's vLLM engines, and the actor's (None = it is on none). Raises ConfigError."""
+    """The GPUs of each of a run's vLLM engines, and the actor's (None = it is on none), as far as they are chosen here:
+    workers that are elsewhere use what they see. Raises ConfigError."""
     import torch
 
+    if not BACKENDS.get(config.runtime.backend).shares_memory:
+        return [[] for _ in range(config.runtime.num_rollout_workers)], None
     seen = torch.cuda.device_count()
     actor = vllm_devices.actors_gpu(config.model.device, seen)
-    return vllm_devices.share_out(config.serving, config.runtime.num_rollout_workers, seen, actor), actor
+    engines, ranks = config.runtime.num_rollout_workers, actor_ranks(config)
+    return vllm_devices.share_out(config.serving, engines, seen, actor, ranks), actor
 
 
 def colocated_places(config: OrchestratorConfig) -> list[int]:

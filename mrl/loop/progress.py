@@ -20,6 +20,9 @@ from mrl.tracking import TrackerSet
 
 EVERY_SECONDS = 0.5
 
+LEAST_SILENCE_SECONDS = 60.0
+"""A rollout worker that leaves a question unanswered for so long may still be busy, whatever limit is set."""
+
 Handles = Callable[[], Sequence[WorkerHandle]]
 """The workers there are now: one that was replaced is another object of the same name."""
 
@@ -59,9 +62,19 @@ class RunProgress:
             self.store.report(self.facts)
 
     @contextlib.asynccontextmanager
-    async def watching(self, look: Callable[[], None], rollout: Handles, others: Handles) -> AsyncIterator[None]:
+    async def watching(
+        self,
+        look: Callable[[], None],
+        rollout: Handles,
+        others: Handles,
+        *,
+        silence: float = float("inf"),
+        note: Callable[[str], None] = lambda message: None,
+    ) -> AsyncIterator[None]:
         """Within it, `look` brings the facts up to date twice a second, and the workers are asked how they are: those
-        that generate (`rollout`), and those that serve no policy."""
+        that generate (`rollout`), and those that serve no policy. One that generates and says nothing for `silence`
+        seconds is ended, and `note` told: its requests then run elsewhere."""
+        self.workers.silence, self.workers.note = max(silence, LEAST_SILENCE_SECONDS), note
         watching = asyncio.create_task(self._watch(look, rollout, others))
         try:
             yield
@@ -98,14 +111,22 @@ class _Place:
     sampled: int | None = None
     """Tokens its engine had sampled in all when it last answered."""
     asking: asyncio.Task[None] | None = None
+    unanswered: int = 0
+    """Looks since it was asked. Not seconds: if this process was stopped meanwhile, that is not the worker's fault."""
 
 
 class WorkerWatch:
     """Asks rollout workers for the version they serve and the tokens they have sampled, and others whether they are
     alive. One question to each at a time: a worker that does not answer is not asked again, nor waited for.
+
+    A process that was stopped, or a machine that hangs, keeps its connection, and calls may take `call_timeout`; but a
+    worker answers this question whatever else it does. silence: seconds after which one that does not is ended. note:
+    told of it.
     """
 
     def __init__(self) -> None:
+        self.silence = float("inf")
+        self.note: Callable[[str], None] = lambda message: None
         self._places: dict[str, _Place] = {}
         self._sampled = 0
 
@@ -134,7 +155,19 @@ class WorkerWatch:
             self._places[handle.name] = place = _Place(handle, place.health, sampled=0)
             place.health.restarts += 1
         if place.asking is None or place.asking.done():
+            place.unanswered = 0
             place.asking = asyncio.create_task(self._answer(place, method))
+            return
+        place.unanswered += 1
+        if method is not None and place.health.alive and place.unanswered * EVERY_SECONDS >= self.silence:
+            place.health.alive = False
+            place.asking.cancel()
+            place.asking = asyncio.create_task(self._end(place))
+
+    async def _end(self, place: _Place) -> None:
+        """Whoever waits for it is told that it is gone, and replaces it."""
+        self.note(f"{place.handle.name} has not said anything for {self.silence:.0f} s and is ended")
+        await place.handle.kill()
 
     async def _answer(self, place: _Place, method: str | None) -> None:
         try:

@@ -204,7 +204,7 @@ class RecordedRun(ABC):
                 return await self._train()
             except WorkerDied as error:
                 # One that never trained would die again. One in this process cannot be ended, and so not be replaced.
-                if error.worker != self.trains or not self._trained or self.backend.shares_memory or self.stopping:
+                if error.worker != self.trains or not self._trained or self._trains_here() or self.stopping:
                     raise
                 if self.restarts >= self.config.runtime.max_worker_restarts:
                     raise
@@ -267,6 +267,10 @@ class RecordedRun(ABC):
     def _complete(self) -> bool:
         """Whether there is nothing left to do."""
         return self.step >= self.total_steps
+
+    def _trains_here(self) -> bool:
+        """Whether the worker that trains is in this process."""
+        return self.backend.shares_memory
 
     # --- for its use ------------------------------------------------------------------------------------------------
 

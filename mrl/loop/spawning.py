@@ -6,17 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mrl.backends import BACKENDS, Backend, WorkerHandle, make_backend
+from mrl.backends import Backend, WorkerHandle, make_backend
+from mrl.backends.ranks import Ranks
 from mrl.config import OrchestratorConfig
 from mrl.loop.colocate import gpu_share
 from mrl.loop.preflight import colocated_places, engine_gpus, reward_worker_args
-from mrl.loop.resources import actor_resources, base_name, model_for, reward_resources, rewards_for, rollout_resources
+from mrl.loop.resources import (
+    ACTOR,
+    actor_ranks,
+    actor_resources,
+    base_name,
+    model_for,
+    rank_names,
+    rank_resources,
+    reward_resources,
+    rewards_for,
+    rollout_resources,
+    shares_modules,
+)
 from mrl.sync import SYNC_METHODS, WeightSync
+from mrl.system.gather import all_of
 from mrl.types import derive_seed
 from mrl.workers.reward_pool import RewardPool
-
-ACTOR = "actor"
-"""The name of the worker that trains."""
 
 
 def backend_of(config: OrchestratorConfig) -> Backend:
@@ -27,21 +38,31 @@ def backend_of(config: OrchestratorConfig) -> Backend:
 async def spawn_actor(
     backend: Backend, config: OrchestratorConfig, max_model_len: int | None, total_steps: int
 ) -> WorkerHandle:
-    """The worker that trains; not initialised yet."""
+    """The worker that trains, on its GPUs; not initialised yet."""
     from mrl.actor.worker import ActorWorker
 
-    return await backend.spawn(
-        ActorWorker,
-        name=ACTOR,
-        resources=actor_resources(config),
-        args={
-            "model": await model_for(backend, config) | {"max_model_len": max_model_len},
-            "training": config.training.model_dump(),
-            "total_steps": total_steps,
-            "algorithm": config.algorithm.model_dump(),
-            "base_name": base_name(config),
-        },
+    model = await model_for(backend, config) | {"max_model_len": max_model_len}
+    if actor_resources(config).gpu is None:  # `actor_gpu: cpu`, also where there are GPUs
+        model["device"] = "cpu"
+    args = {
+        "model": model,
+        "training": config.training.model_dump(),
+        "total_steps": total_steps,
+        "algorithm": config.algorithm.model_dump(),
+        "base_name": base_name(config),
+    }
+    names = rank_names(actor_ranks(config))
+    ranks = await all_of(
+        [
+            backend.spawn(ActorWorker, name=name, resources=rank_resources(config, rank), args=args)
+            for rank, name in enumerate(names)
+        ]
     )
+    if len(ranks) == 1:
+        return ranks[0]
+    meeting_point: tuple[str, int] = await ranks[0].call("meeting_point")
+    await all_of([worker.call("meet", *meeting_point) for worker in ranks])
+    return Ranks(ACTOR, ranks)
 
 
 async def spawn_rollout(
@@ -86,11 +107,6 @@ async def spawn_rewards(
     return RewardPool(workers, spawn, note, config.runtime.max_worker_restarts)
 
 
-def rollout_workers(config: OrchestratorConfig) -> int:
-    """How many rollout workers there are: for servers that run already, one for each."""
-    return len(config.serving.vllm_urls) or config.runtime.num_rollout_workers
-
-
 def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = False) -> dict[str, Any]:
     """What rollout worker `index` makes its engine with. alone: no actor, and no other rollout worker."""
     options = config.serving.options_of(config.runtime.engine)
@@ -116,7 +132,8 @@ def engine_options(config: OrchestratorConfig, index: int, *, alone: bool = Fals
 
 
 def make_sync(config: OrchestratorConfig, folder: Path) -> WeightSync:
-    """The run's way of sending weights. folder: where they are written unless `weight_sync_dir` says otherwise."""
+    """The run's way of sending weights. folder: where they are written unless `weight_sync_dir` says otherwise; a path
+    of the workers."""
     runtime = config.runtime
     extra = {"over": runtime.delta_over, "full_every": runtime.delta_full_every}
     shared = runtime.weight_sync_dir
@@ -125,6 +142,6 @@ def make_sync(config: OrchestratorConfig, folder: Path) -> WeightSync:
         where.absolute(),  # engines run in other working directories
         deadline=runtime.sync_timeout,
         lora=config.serving.lora_sync if config.model.use_lora else None,
-        shares_modules=BACKENDS.get(runtime.backend).shares_memory,
+        shares_modules=shares_modules(config),
         **(extra if runtime.weight_sync_method == "delta" else {}),
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from typing import Any, Literal
 
 from mrl.store.rows import jsonable
@@ -40,10 +43,14 @@ class TaskBatch:
     version: int = 0
     """The policy version when it was started."""
     work: asyncio.Task[None] | None = None
+    _oldest: int | None = field(default=None, repr=False)
 
     def oldest(self) -> int:
-        """The earliest policy version that sampled one of its tokens."""
-        return min((version for group in self.groups for version in versions(group)), default=self.version)
+        """The earliest policy version that sampled one of its tokens. For a batch that is done."""
+        if self._oldest is None:  # asked again whenever any other batch is done
+            earliest = (_earliest(sample.policy_version, self.version) for sample in _samples(self.groups))
+            self._oldest = min(earliest, default=self.version)
+        return self._oldest
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; with its groups if it is done, else it is restarted."""
@@ -64,31 +71,31 @@ class TaskBatch:
         return batch
 
 
-def versions(group: Group) -> list[int]:
-    """The policy version that sampled each token (or, where it did not change, each sample)."""
-    found: list[int] = []
-    for sample in (sample for rollout in group.rollouts for sample in rollout.samples):
-        found += [sample.policy_version] if isinstance(sample.policy_version, int) else sample.policy_version
-    return found
-
-
 def staleness(groups: list[Group], version: int) -> dict[str, float]:
     """Policy versions from the sampler of a token to the actor that trains on it: mean over sampled tokens, and
     maximum."""
-    behind: list[tuple[int, int]] = []
-    for sample in (s for group in groups for rollout in group.rollouts for s in rollout.samples):
+    sampled: Counter[int] = Counter()
+    for sample in _samples(groups):
         if isinstance(sample.policy_version, int):
-            behind.append((version - sample.policy_version, sample.num_sampled))
+            sampled[sample.policy_version] += sample.num_sampled
         else:
-            pairs = zip(sample.policy_version, sample.mask, strict=True)
-            behind += [(version - v, 1) for v, sampled in pairs if sampled]
-    tokens = sum(count for _, count in behind)
-    if not tokens:
+            sampled.update(compress(sample.policy_version, sample.mask))
+    sampled = +sampled  # without those of no token
+    if not sampled:
         return {}
+    lags = sum((version - sampler) * count for sampler, count in sampled.items())
     return {
-        "rollout/staleness_mean": sum(lag * count for lag, count in behind) / tokens,
-        "rollout/staleness_max": float(max(lag for lag, _ in behind)),
+        "rollout/staleness_mean": lags / sampled.total(),
+        "rollout/staleness_max": float(version - min(sampled)),
     }
+
+
+def _samples(groups: list[Group]) -> Iterator[Sample]:
+    return (sample for group in groups for rollout in group.rollouts for sample in rollout.samples)
+
+
+def _earliest(versions: int | list[int], default: int) -> int:
+    return versions if isinstance(versions, int) else min(versions, default=default)
 
 
 def _rollout(stored: dict[str, Any]) -> Rollout:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import fmean
@@ -60,7 +61,8 @@ class MismatchEvidence:
     temperature: SamplingEstimate
     sampling_filter: SamplingEstimate
     rounding: float
-    """Mean difference between the actor's own logprobs in its precision and in the other one (float32, bfloat16)."""
+    """Mean difference between the actor's own logprobs in its precision and in the other one (float32, bfloat16);
+    0 where it cannot compute in both."""
     dtype: str
     """The actor's precision."""
     moved: float = 0.0
@@ -103,14 +105,15 @@ class MismatchProbe:
         self.comparison = self._comparison(samples)
         return self.comparison
 
-    def examine(self, model: Any, parts: list[TokenBatch], gap: float | None) -> None:
-        """Once a step, before its first update: keep evidence if the gap is too large."""
+    def examine(self, model: Any, parts: Callable[[], list[TokenBatch]], gap: float | None) -> None:
+        """Once a step, before its first update: keep evidence if the gap is too large. parts: of all samples; called
+        then only."""
         if not self.due:
             return
         self.due = False
         # A NaN gap means that the model has broken down; the update is skipped anyway.
         if gap is not None and self.limit is not None and gap > self.limit:
-            self.evidence = self._evidence(model, parts)
+            self.evidence = self._evidence(model, parts())
 
     def end(self) -> None:
         """The step is over: the weights are no longer the published ones."""
@@ -158,21 +161,27 @@ class MismatchProbe:
             logits_NV = self.forward.logits(model, tokens)
         scored = ScoredTokens(logits_NV, tokens.completion_BT[inside_BT], tokens.sampler_logprobs_BT[inside_BT])
         signed_N = scored.sampler_N - scored.logprobs(temperature, sampling_filter)
-        other = copy.copy(self.forward)
-        other.autocast_dtype = torch.bfloat16 if self.forward.autocast_dtype is None else None
-        rounded_N = self._logprobs(other, model, tokens) - self._logprobs(self.forward, model, tokens)
         return MismatchEvidence(
             gap=signed_N.abs().mean().item(),
             signed_gap=signed_N.mean().item(),
             tokens=signed_N.numel(),
             temperature=estimate_temperature(scored, temperature, sampling_filter),
             sampling_filter=estimate_filter(scored, temperature, sampling_filter),
-            rounding=rounded_N.abs().mean().item(),
+            rounding=self._rounding(model, tokens),
             dtype=str(self.forward.autocast_dtype or torch.float32).removeprefix("torch."),
             moved=self.comparison.moved,
             probe=[(s.prompt_ids, s.completion_ids) for s in self.probe],
             scores=dict(self.scores),
         )
+
+    def _rounding(self, model: Any, tokens: TokenBatch) -> float:
+        """`MismatchEvidence.rounding`."""
+        if not self.forward.other_precision:
+            return 0.0
+        other = copy.copy(self.forward)
+        other.autocast_dtype = torch.bfloat16 if self.forward.autocast_dtype is None else None
+        rounded_N = self._logprobs(other, model, tokens) - self._logprobs(self.forward, model, tokens)
+        return rounded_N.abs().mean().item()
 
     def _without_numbers(self, temperature: float) -> MismatchEvidence:
         """For samplers whose logprobs are all infinite: there is nothing to estimate from."""

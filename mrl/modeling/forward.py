@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from mrl.modeling.precision import keep_logits_wide
 from mrl.modeling.token_batch import TokenBatch
 from mrl.system.transfers import to_device
 from mrl.types import Media, Sample
+
+T = TypeVar("T")
+INSIDE = "mrl_inside"
+"""Method of a sharded model that calls what it is given while the weights of embeddings and head are gathered."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Forward:
         with torch.no_grad(), evaluating(model):
             self.head = find_head(causal_lm_of(model), self.device)
             self.packs = packing and packs_exactly(causal_lm_of(model), self.device)
+        self.other_precision = True
+        """Whether it can be asked for a pass in another precision than `autocast_dtype`."""
         self.images: ImageModel | None = None
         self.no_images = "the model takes no images"
         """Why there is none."""
@@ -88,6 +94,15 @@ class Forward:
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the tokens the policy sampled, at the sampler's temperature; B×T, 0 elsewhere."""
         causal_lm = causal_lm_of(model)
+        return inside(causal_lm, lambda: self._logprobs(causal_lm, tokens, entropy, entropy_grad))
+
+    def logits(self, model: Any, tokens: TokenBatch) -> Tensor:
+        """All logits of the tokens the policy sampled, before any temperature; N×V in the order of `tokens.mask_BT`,
+        float32. For few tokens."""
+        causal_lm = causal_lm_of(model)
+        return inside(causal_lm, lambda: self._logits(causal_lm, tokens))
+
+    def _logprobs(self, causal_lm: Any, tokens: TokenBatch, entropy: bool, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         layout: Layout = tokens.layout or self._layout(causal_lm, tokens)
         tokens.layout = layout
         targets_N = tokens.completion_BT[layout.row_N, layout.slot_N]
@@ -112,10 +127,7 @@ class Forward:
         where = (layout.row_N, layout.slot_N)
         return empty_BT.index_put(where, logprobs_N), empty_BT.index_put(where, entropy_N)
 
-    def logits(self, model: Any, tokens: TokenBatch) -> Tensor:
-        """All logits of the tokens the policy sampled, before any temperature; N×V in the order of `tokens.mask_BT`,
-        float32. For few tokens."""
-        causal_lm = causal_lm_of(model)
+    def _logits(self, causal_lm: Any, tokens: TokenBatch) -> Tensor:
         layout = self._layout(causal_lm, tokens)
         with self._autocast():
             inputs = self._inputs(causal_lm, tokens, layout)
@@ -203,6 +215,17 @@ class Forward:
 def causal_lm_of(model: Any) -> Any:
     """The Hugging Face model inside a PEFT model; adapters are inside its layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def inside(causal_lm: Any, compute: Callable[[], T]) -> T:
+    """Compute with the model's parts, such as decoder and head, as if in its own forward pass: weights are gathered."""
+    enter = getattr(causal_lm, INSIDE, None)
+    if enter is None:
+        return compute()
+    found: T = enter(compute)
+    if not torch.is_grad_enabled():
+        causal_lm.reshard()  # no backward pass will
+    return found
 
 
 @contextlib.contextmanager

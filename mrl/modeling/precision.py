@@ -30,8 +30,14 @@ def narrow_matrices(model: Any, dtype: torch.dtype | None) -> None:
     for module in model.modules():
         if type(module) is nn.Linear and id(module.weight) not in embeddings:
             module.to(dtype)
-            # deepcopy of the model rebinds the partial to the copy's layer.
-            module.forward = functools.partial(_narrow_linear, module)  # type: ignore[method-assign]
+            follow_input(module)
+
+
+def follow_input(linear: nn.Linear) -> None:
+    """Make a linear layer whose weights may be narrower than its input compute in the input's dtype without
+    autocast."""
+    # deepcopy of the model rebinds the partial to the copy's layer.
+    linear.forward = functools.partial(_narrow_linear, linear)  # type: ignore[method-assign]
 
 
 def keep_logits_wide(causal_lm: Any) -> None:

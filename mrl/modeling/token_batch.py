@@ -55,6 +55,15 @@ class TokenBatch:
         }
         return replace(self, samples=samples, layout=None, **trimmed)  # type: ignore[arg-type]
 
+    def silent(self) -> TokenBatch:
+        """The same rows, of which no token counts: they are computed because another rank computes others."""
+        nothing = {
+            name: torch.zeros_like(value)
+            for name in ("mask_BT", "weights_BT", "kept_BT", "entropy_weights_BT", "compared_BT")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **nothing)  # type: ignore[arg-type]
+
 
 def make_token_batch(batch: TrainBatch, device: torch.device, version: int | None = None) -> TokenBatch:
     """version: the policy version whose tokens are compared with the sampler; None = compare none."""

@@ -7,8 +7,8 @@ import asyncio
 import atexit
 import functools
 import json
-import re
-import textwrap
+import os
+import string
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
@@ -119,20 +119,22 @@ class PartialCodeReward(CodeReward):
         super().__init__(sandbox, limits, name)
 
 
-_OPENING = re.compile(r"(?P<fence>```+|~~~+)[ \t]*(?P<tag>[A-Za-z0-9_+.\-]*)[ \t]*$")
+TAG = string.ascii_letters + string.digits + "_+.-"
+"""Characters of a fence's tag."""
 
 
 def extract_code(text: str) -> str:
     """The code in a completion: its last fenced block tagged python (`python`, `py`, `python3`), else its last fenced
-    block, else all of it. A block that is never closed (a completion cut short) counts only when no other block is."""
+    block, else all of it. A block that is never closed (a completion cut short) counts only when no other block is.
+
+    Linear time, whatever the text: it runs beside the training."""
     closed: list[tuple[bool, str]] = []
     tagged, fence, block = False, "", None
     for line in text.splitlines():
         if block is None:
-            opening = _OPENING.search(line)
-            if opening:
-                fence, block = opening["fence"], list[str]()
-                tagged = opening["tag"].lower() in ("python", "py", "python3")
+            fence, tag = _opening(line)
+            if fence:
+                tagged, block = tag.lower() in ("python", "py", "python3"), list[str]()
         elif line.rstrip().endswith(fence):
             before = line.rstrip()[: -len(fence)]
             if before.strip():
@@ -144,7 +146,27 @@ def extract_code(text: str) -> str:
     blocks = [code for is_python, code in closed if is_python] or [code for _, code in closed]
     if not blocks and block is not None:
         blocks = ["\n".join(block)]
-    return textwrap.dedent(blocks[-1]) if blocks else text
+    return _dedent(blocks[-1]) if blocks else text
+
+
+def _dedent(code: str) -> str:
+    """`textwrap.dedent`, which makes a pattern as long as the margin: some tenths of a second for a long one."""
+    lines = [line if line.strip(" \t") else "" for line in code.split("\n")]
+    margins = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line]
+    margin = os.path.commonprefix(margins)  # noqa: RUF071  (of characters is what is meant)
+    return "\n".join(line.removeprefix(margin) for line in lines)
+
+
+def _opening(line: str) -> tuple[str, str]:
+    """The fence and the tag that a line ends with; "" where it ends with none. Read from the end: a pattern that looks
+    for the fence from the start takes the cube of a long run of spaces."""
+    line = line.rstrip(" \t")
+    before = line.rstrip(TAG)
+    tag = line[len(before) :]
+    before = before.rstrip(" \t")
+    mark = before[-1:]
+    fence = before[len(before.rstrip(mark)) :] if mark in ("`", "~") else ""
+    return (fence, tag) if len(fence) >= 3 else ("", "")
 
 
 def parse_tests(testcase: Any, row: int | str | None = None) -> tuple[Test, ...]:
@@ -223,9 +245,19 @@ def _parse_python(text: str) -> ast.Module:
 
 
 def _asserts(tree: ast.Module) -> bool:
-    """Whether running it can fail because of the program: it asserts, raises or calls outside of a mere definition."""
-    acting = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    return any(isinstance(inner, ast.Assert | ast.Raise | ast.Call) for node in acting for inner in ast.walk(node))
+    """Whether running it can fail because of the program: it asserts, raises or calls outside of a mere definition, or
+    defines what a test runner would run."""
+    return any(
+        _is_run(node) and isinstance(inner, ast.Assert | ast.Raise | ast.Call)
+        for node in tree.body
+        for inner in ast.walk(node)
+    )
+
+
+def _is_run(node: ast.stmt) -> bool:
+    if isinstance(node, ast.ClassDef):
+        return any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+    return not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test")
 
 
 def _judge(

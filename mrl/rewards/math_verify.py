@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mrl.errors import RewardError
 from mrl.rewards.base import RewardRequest, Scores, completion_text
-from mrl.rewards.verifier import VerifierFailed, VerifierPool
+from mrl.rewards.evaluating import close_sympy
+from mrl.rewards.verifier import UNREADABLE, Outcome, VerifierPool
 
 COLUMNS = ("answer", "solution")
 LIBRARIES = ("math_verify", "sympy")
@@ -35,7 +35,7 @@ class MathVerifyReward:
         if importlib.util.find_spec("math_verify") is None:
             raise RewardError("reward_funcs: math_verify is not installed; pip install 'mrl[math-verify]'")
         # Signals interrupt its Python; what hangs in C is killed.
-        self._pool = VerifierPool("mrl.rewards.math_verify:judge", seconds=4 * SECONDS)
+        self._pool = VerifierPool("mrl.rewards.math_verify:prepare", seconds=4 * SECONDS)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raises RewardError when the dataset has no answers."""
@@ -52,20 +52,17 @@ class MathVerifyReward:
         for request in requests:
             self.check_columns(request.columns)
             gold = request.columns[next(name for name in COLUMNS if name in request.columns)]
-            questions.append({"gold": _text(gold), "answer": completion_text(request.completion)})
+            questions.append(({"gold": _text(gold)}, completion_text(request.completion)))
         scores = Scores([None] * len(requests))
-        parsed: list[str | None] = []
-        for row, answer in enumerate(await self._pool.ask_all(questions)):
-            if isinstance(answer, VerifierFailed) or "error" in answer:
-                reason = str(answer) if isinstance(answer, VerifierFailed) else answer["error"]
-                scores.errors[row] = f"{self.name}: {reason}"
-                parsed.append(None)
-                continue
-            verdict = answer["value"]
-            parsed.append(verdict["answer"])
-            scores.values[row] = verdict["score"]
-            if verdict["score"] is None:
-                scores.errors[row] = f"{self.name}: cannot read the dataset's answer {questions[row]['gold']!r:.80}"
+        parsed: list[str | None] = [None] * len(requests)
+        for row, outcome in enumerate(await self._pool.ask_all(questions)):
+            if outcome is UNREADABLE:
+                gold = questions[row][0]["gold"]
+                scores.errors[row] = f"{self.name}: cannot read the dataset's answer {gold!r:.80}"
+            elif not outcome.asked:
+                scores.errors[row] = f"{self.name}: {outcome.detail}"
+            else:
+                scores.values[row], parsed[row] = _checked(outcome)
         scores.extra["math_answer"] = parsed
         return scores
 
@@ -74,32 +71,44 @@ class MathVerifyReward:
         self._pool.close()
 
 
-def judge(gold: str, answer: str) -> dict[str, Any]:
-    """Runs in the child. `score` is None when `gold` cannot be read; `answer` is what was read of the completion."""
+def prepare(gold: str) -> Callable[[str], tuple[float, str | None]] | None:
+    """Runs in the isolated process. None when `gold` cannot be read; else what gives an answer's score, and what was
+    read of it."""
     from math_verify import parse, verify
 
+    close_sympy()
     wanted = _read_gold(gold)
     if not wanted:
-        return {"score": None, "answer": None}
-    found = parse(answer, parsing_timeout=SECONDS)
-    if not found:
-        return {"score": 0.0, "answer": None}
-    equal = verify(list(wanted), found, timeout_seconds=SECONDS)
-    return {"score": float(equal), "answer": str(found[-1])[:200]}
+        return None
+
+    def judge(answer: str) -> tuple[float, str | None]:
+        found = parse(answer, parsing_timeout=SECONDS)
+        if not found:
+            return 0.0, None
+        return float(verify(wanted, found, timeout_seconds=SECONDS)), str(found[-1])[:200]
+
+    return judge
 
 
-@functools.lru_cache(maxsize=4096)
-def _read_gold(gold: str) -> tuple[Any, ...]:
+def _checked(outcome: Outcome) -> tuple[float, str | None]:
+    """The score and what was read, or 0 and why there is neither."""
+    match outcome.value:
+        case (0.0 | 1.0) as score, None | str() as answer:
+            return float(score), answer
+    return 0.0, f"({outcome.detail or 'protocol'})"
+
+
+def _read_gold(gold: str) -> list[Any]:
     """The mathematics of a dataset's answer: after GSM8K's `####`, in its own LaTeX, or, where bare, all of it."""
     from math_verify import parse
 
     gold = gold.rpartition("####")[2].strip()
-    bare = not any(mark in gold for mark in MARKED) and not re.search(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}", gold)
+    bare = not any(mark in gold for mark in MARKED) and not re.search(r"[A-Za-z]{2}\s+[A-Za-z]{2}", gold)
     attempts = [f"\\boxed{{{gold}}}", gold] if bare else [gold]
     for text in attempts if gold else []:
         if found := parse(text, parsing_timeout=SECONDS):
-            return tuple(found)
-    return ()
+            return list(found)
+    return []
 
 
 def _text(gold: Any) -> str:

@@ -20,6 +20,7 @@ Status = Literal[
     "exited",  # left before its tests were done
     "output_limit",
     "protocol",  # what came back could not be read
+    "unjudgeable",  # a test says nothing here of any program; `detail` says why
     "sandbox_error",  # ours: the program was not judged
 ]
 
@@ -72,7 +73,7 @@ class TestResult:
 
     passed: bool
     detail: str = ""
-    """For the log: expected and got, or the exception."""
+    """For the log: expected and got, or the exception; of a test that passed, what is odd about that."""
 
 
 @dataclass(slots=True)
@@ -91,8 +92,8 @@ class Verdict:
 
     @property
     def judged(self) -> bool:
-        """False when the sandbox failed, so that nothing is known of the program."""
-        return self.status != "sandbox_error"
+        """False when the sandbox failed, or the tests cannot be run here: nothing is known of the program."""
+        return self.status not in ("sandbox_error", "unjudgeable")
 
     @property
     def fraction_passed(self) -> float:

@@ -1,90 +1,43 @@
-"""What runs inside the sandbox and what comes out: code and inputs in, plain data out, never a verdict.
+"""What runs inside the sandbox and what comes out: a program and its tests in, a verdict out.
 
-The executor (isolation) and the graders (comparison) meet here. Expected outputs have no field: they never enter the
-process that runs untrusted code.
+No value that a program made is decoded in this process: the confined judge has compared them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
-from mrl.sandbox.base import Limits
-
-EndStatus = Literal[
-    "done",  # it ran to its end, and every call was answered
-    "error",  # the code raised at import (its own top level)
-    "timeout",
-    "memory",
-    "crashed",
-    "killed",
-    "exited",  # it left before it was done (sys.exit, os._exit); a script: with an exit code other than 0
-    "output_limit",
-    "protocol",
-    "sandbox_error",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One question to the loaded code: an expression evaluated in its namespace, with literal arguments."""
-
-    function: str
-    """Dotted name looked up in the code's namespace, e.g. `f` or `Solution().twoSum` (a no-argument construction)."""
-    args: tuple[Any, ...] = ()
-    """Plain data: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset of these."""
-    kwargs: tuple[tuple[str, Any], ...] = ()
+from mrl.sandbox.base import Limits, Program, Test, Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One process: the code is run, then the calls are answered in order. With `stdin` and no calls: a script."""
+    """A program and the tests that judge it. Without tests, the program is run as a script."""
 
     code: str
-    calls: tuple[Call, ...] = ()
-    stdin: str = ""
+    tests: tuple[Test, ...] = ()
     limits: Limits = Limits()  # noqa: RUF009  (frozen)
-    peer: tuple[str, ...] | None = None
-    """Trusted tests, each the text of some statements. They run one after the other, in one namespace, in a second
-    sandboxed process, where the names of `code` are proxies to the first process (only plain data crosses). A test
-    that raises does not stop the next. Their outcomes are `Observation.peer`, one per test."""
+    stdin: str = ""
+    """Of the script, where there are no tests."""
+    report: tuple[str, ...] = ()
+    """Names of the tests whose values are wanted: `Observation.report`."""
 
-
-@dataclass(slots=True)
-class Answer:
-    """What one call came to."""
-
-    kind: Literal["value", "raised", "unanswered"]
-    value: Any = None
-    """`value`: the returned plain data, exact builtin types, after it crossed as type-tagged JSON."""
-    type_name: str = ""
-    """`raised`: the exception's type. `value` that is no plain data: the type's name, with `opaque=True`."""
-    detail: str = ""
-    opaque: bool = False
-    bases: tuple[str, ...] = ()
-    """`raised`: the names of the type and its bases, most derived first."""
+    @classmethod
+    def of(cls, program: Program) -> Execution:
+        return cls(program.code, program.tests, program.limits)
 
 
 @dataclass(slots=True)
 class Observation:
     """What happened to one execution."""
 
-    status: EndStatus
-    answers: list[Answer] = field(default_factory=list)
-    """One per call, also those before a crash; the rest `unanswered`."""
-    exception: str = ""
-    """`error`: exception type and short traceback."""
-    stdout: str = ""
-    stderr: str = ""
+    verdict: Verdict
+    report: list[str | None] = field(default_factory=list)
+    """`repr` of each name that was asked for, where that reads back as the value; empty where the tests did not come to
+    their end."""
     exit_code: int | None = None
     signal: int | None = None
-    wall_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    peak_memory_mb: float = 0.0
-    peer: list[Answer] | None = None
-    """With `Execution.peer`: one answer per test (`value` True = it held, `raised` = it did not, `unanswered`)."""
-    detail: str = ""
-    """For `sandbox_error`: what went wrong with us."""
 
 
 class Executor(Protocol):

@@ -1,4 +1,4 @@
-"""A sandbox made of an executor, which runs programs and returns data, and of the grading of that data, here."""
+"""A sandbox made of an executor: each program judged once, a failure of ours tried again."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import replace
 
 from mrl.errors import SandboxError
 from mrl.sandbox.base import Program, Verdict
-from mrl.sandbox.execution import Execution, Executor, Observation
-from mrl.sandbox.grading import judge
+from mrl.sandbox.execution import Execution, Executor
 
 ATTEMPTS = 2
 """How often a program is judged before a failure of the sandbox is reported."""
 
 
 class GradedSandbox:
-    """Judges programs by what `executor` saw of them. Wherever that runs them, expected values stay in this process.
+    """Programs judged by an executor's confined processes.
 
     Identical programs in one `run` call are judged once. Programs do not wait for one another.
     """
@@ -28,7 +27,7 @@ class GradedSandbox:
 
     @property
     def layer(self) -> str:
-        """The isolation in use: A, B, C, machine or unsafe."""
+        """The isolation in use: A, B, C or unsafe; of machines apart `remote` until one is open."""
         return self._executor.layer
 
     async def run(self, programs: list[Program]) -> list[Verdict]:
@@ -68,13 +67,10 @@ class GradedSandbox:
             if self._closed:
                 return Verdict("sandbox_error", detail="the sandbox was closed")
             try:
-                verdict = await judge(program, self._execute)
+                (observation,) = await self._executor.execute([Execution.of(program)])
+                verdict = observation.verdict
             except Exception as error:  # ours, whatever it is: the program was not judged
                 verdict = Verdict("sandbox_error", detail=f"{type(error).__name__}: {error}")
-            if verdict.judged:
+            if verdict.status != "sandbox_error":
                 break
         return verdict
-
-    async def _execute(self, execution: Execution) -> Observation:
-        (observation,) = await self._executor.execute([execution])
-        return observation

@@ -1,4 +1,4 @@
-"""The `local` sandbox: programs run in isolated processes of this machine; what they answer is judged here."""
+"""The `local` sandbox: programs, and the tests that judge them, in isolated processes of this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from mrl.sandbox.graded import GradedSandbox
 class LocalSandbox(GradedSandbox):
     """Programs in isolated processes of this machine, `slots` at a time.
 
-    The process that runs a program never sees what its tests expect: it gets calls (or stdin) and answers with plain
-    data (or stdout), which is compared in this process. See docs/sandbox.md for the layers of isolation and for what
-    is not promised.
+    The process that runs a program never sees what its tests expect: it gets calls (or stdin) and answers, and another
+    isolated process judges. See docs/sandbox.md for the layers of isolation and for what is not promised.
     """
 
     name = "local"
@@ -56,10 +55,10 @@ def make_auto(
 def _isolated(slots: int | None, layer: str, unsafe: bool, modules: tuple[str, ...]) -> Executor:
     if sys.platform != "linux":
         raise SandboxError(
-            f"sandbox: 'local' isolates with Linux's means, and this is {sys.platform}. Run the reward worker on Linux"
-            " (on Windows: inside WSL), choose a remote sandbox (`sandbox: modal`; docs/sandbox.md says how to add"
-            " another), or `sandbox: process` for code that does not set out to cheat"
+            f"sandbox: 'local' isolates with Linux's means, and this is {sys.platform}. Run mrl in a Linux container or"
+            " virtual machine (on Windows: inside WSL), or choose a remote sandbox (`sandbox: modal`; docs/sandbox.md"
+            " says how to add another)"
         )
-    from mrl.sandbox.isolation.client import IsolatedExecutor
+    from mrl.sandbox.engine.client import IsolatedExecutor
 
     return IsolatedExecutor(slots, layer, unsafe, modules)

@@ -1,4 +1,4 @@
-"""The `modal` sandbox: programs on machines of Modal's (https://modal.com/docs/guide/sandbox), judged here."""
+"""The `modal` sandbox: programs on machines of Modal's (https://modal.com/docs/guide/sandbox), judged there."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CHUNK = 1 << 20
 class ModalSandbox(GradedSandbox):
     """Programs in Modal's Sandboxes without a network, a pool of them, opened as they are needed.
 
-    Inside, programs run in the strongest layer of isolation that holds there, one after another; where none holds, each
-    Sandbox runs one program and is given back.
+    Inside, programs run in the strongest layer of isolation that holds there, one after another; where none holds,
+    users of their own keep them from the processes that judge.
     """
 
     name = "modal"

@@ -137,6 +137,7 @@ OPTIMIZER: Meanings = {
     **nothing("max_tokens_per_micro_batch", "TRL cuts by number: gradient_accumulation_steps"),
     **nothing("packing", "TRL pads; its SFT has trl_args: packing"),
     **nothing("use_liger_kernel", "TRL's own, losses included, is trl_args: use_liger_kernel"),
+    **nothing("actor_parallelism ddp_timeout", "its trainer runs in one process"),
     **nothing("offload_optimizer", "TRL's optimizers are chosen by trl_args: optim"),
 }
 

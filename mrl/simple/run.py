@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.backends import BACKENDS
+from mrl.backends import BACKENDS, WorkerHandle
 from mrl.config import OrchestratorConfig
 from mrl.data import check_prompt_lengths
 from mrl.data.tasks import Row
 from mrl.errors import ConfigError
 from mrl.experience.metric_names import check_best_metric, loggers
+from mrl.loop.checkpointing import bring
 from mrl.loop.images import refuse_images
 from mrl.loop.preflight import (
     Counts,
@@ -29,7 +30,7 @@ from mrl.loop.preflight import (
     total_steps,
 )
 from mrl.loop.recorded_run import RecordedRun
-from mrl.loop.resources import actor_resources, base_name, check_resources, model_for, rewards_for
+from mrl.loop.resources import actor_ranks, actor_resources, base_name, check_resources, model_for, rewards_for
 from mrl.loop.resume import fingerprint
 from mrl.models import context_length, load_config, load_tokenizer
 from mrl.rollouts.function.source import form_of
@@ -68,6 +69,11 @@ def prepare_simple(config: OrchestratorConfig) -> PreparedSimple:
     check_options(config, spec)
     check_installed()
     check_names(config)
+    if actor_ranks(config) > 1:
+        raise ConfigError(
+            "actor_gpu: mode: simple trains in one process; give it one GPU and start it without torchrun, or use "
+            "mode: orchestrated"
+        )
     check_resources(config, actor_resources(config))
     _check_rollout_func(config)
     rewards = RewardWorker(**reward_worker_args(config.reward)) if spec.online else None
@@ -152,25 +158,26 @@ class SimpleRun(RecordedRun):
     async def _train(self) -> None:
         from mrl.simple.worker import SimpleWorker
 
-        config = self.config
+        config, backend = self.config, self.backend
         self.checkpointed = self.step
+        await backend.reserve({self.trains: actor_resources(config)})
         rewards = reward_worker_args(config.reward) if self.prepared.spec.online else None
         if rewards is not None:
-            rewards["reward_funcs"] = await rewards_for(self.backend, rewards["reward_funcs"])
+            rewards["reward_funcs"] = await rewards_for(backend, rewards["reward_funcs"])
         objects = ("train_dataset", "eval_dataset", "reward_funcs", "reward_processing_classes")
-        worker = await self.backend.spawn(
+        worker = await backend.spawn(
             SimpleWorker,
             name=self.trains,
             resources=actor_resources(config),
             args={
                 "options": {name: value for name, value in config.flat().items() if name not in objects}
-                | await model_for(self.backend, config),
+                | await model_for(backend, config),
                 "tasks": self.prepared.tasks,
                 "eval_tasks": self.prepared.eval_tasks,
                 "rewards": rewards,
                 "max_model_len": self.prepared.max_model_len,
-                "folder": str(self.run_dir),
-                "resume_from": None if self.point is None else await self.backend.put(self.point.checkpoint.path),
+                "folder": backend.folder(self.run_dir, ""),
+                "resume_from": None if self.point is None else await backend.put(self.point.checkpoint.path),
                 "base_name": base_name(config),
             },
         )
@@ -193,7 +200,15 @@ class SimpleRun(RecordedRun):
                 await worker.call("stop")
             for record in await worker.call("next_records", POLL_SECONDS):
                 ended = ended or record["kind"] == "end"
+                if record["kind"] == "checkpoint":
+                    await self._bring(worker, record["step"])
                 self._take(record)
+
+    async def _bring(self, worker: WorkerHandle, step: int) -> None:
+        """Have a checkpoint here that the worker has written. Raises CheckpointError."""
+        here = self.store.checkpoint_path(step)
+        there = f"{self.backend.folder(self.run_dir, here.parent.name)}/{here.name}"
+        await bring(self.backend, worker, there, here)
 
     def _take(self, record: dict[str, Any]) -> None:
         kind, step = record["kind"], record["step"]

@@ -94,7 +94,7 @@ def _encode_floats(values: list[float]) -> Encoded:
     exact = np.frombuffer(array("d", values), dtype="f8")
     with np.errstate(over="ignore"):
         short = exact.astype("f4")
-    if np.array_equal(short.astype("f8"), exact, equal_nan=True):
+    if short.astype("f8").tobytes() == exact.tobytes():
         return "f4", len(values), None, _planes(short)
     return "f8", len(values), None, _planes(exact)
 

@@ -3,6 +3,7 @@
     checkpoints/step-40/
       config.json, model.safetensors, tokenizer…   (LoRA: adapter_config.json, adapter_model.safetensors)
       trainer/optimizer.pt, scheduler.pt, rng.pt, gap_probe.json   what training resumes from
+      trainer/optimizer/                           instead of optimizer.pt where several ranks wrote it, a part each
       trainer/state.json                           step, policy version, data cursor, trackers' ids …
       trainer/in_flight.json.gz                    groups that were drawn or generated and not trained on yet
       manifest.json                                size and sha256 of every file

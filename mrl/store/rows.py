@@ -88,7 +88,7 @@ def text(value: str) -> str:
 def to_json(value: Any) -> bytes:
     """Python's JSON, with NaN and infinities; what JSON does not know becomes its number or its text."""
     try:
-        encoded = json.dumps(value, ensure_ascii=False, default=_plain)
+        encoded = _ENCODER.encode(value)
     except (TypeError, ValueError, RecursionError):  # keys that are no strings, circles
         encoded = json.dumps(jsonable(value), ensure_ascii=False)
     return encoded.encode("utf-8", "surrogatepass")
@@ -121,6 +121,10 @@ def _plain(value: Any) -> Any:
         if isinstance(plain, (str, int, float, bool)):
             return plain
     return str(value)
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=_plain)
+"""`json.dumps` makes one for every call that has options."""
 
 
 def _same(first: Any, second: Any) -> bool:

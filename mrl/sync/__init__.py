@@ -9,6 +9,7 @@ SYNC_METHODS: Registry[type[WeightSync]] = Registry(
     {
         "reload": "mrl.sync.reload:ReloadSync",
         "direct": "mrl.sync.direct:DirectSync",
+        "object_store": "mrl.sync.object_store:ObjectStoreSync",
         "volume": "mrl.sync.volume:VolumeSync",
         "checkpoint": "mrl.sync.checkpoint:CheckpointSync",
         "delta": "mrl.sync.delta:DeltaSync",

@@ -4,11 +4,7 @@ their own."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from mrl.backends.base import WorkerHandle
-from mrl.errors import SyncError
 from mrl.sync.base import WeightSync
 from mrl.system import scratch
 from mrl.types import WeightRef
@@ -17,7 +13,6 @@ from mrl.types import WeightRef
 class DirectSync(WeightSync):
     """A copy of the weights in the actor's shared memory, served to other machines where there are any."""
 
-    memory: Path | None = None
     actor_machine: str | None = None
 
     async def publish(self, actor: WorkerHandle, workers: list[WorkerHandle], version: int) -> WeightRef:
@@ -25,12 +20,10 @@ class DirectSync(WeightSync):
         if self.shares_modules and all("module" in a["accepts"] for a in capabilities):
             module: WeightRef = await actor.call("share_module", version)
             return module
-        if self.memory is None:
-            self.memory = shared_folder()
+        if self.actor_machine is None:
             self.actor_machine = await actor.call("machine")
         ref: WeightRef = await actor.call(
             "write_memory",
-            str(self.memory),
             version,
             # Unless all share this process, a worker's replacement may be on another machine.
             served=not self.shares_modules or any(a["machine"] != self.actor_machine for a in capabilities),
@@ -39,13 +32,6 @@ class DirectSync(WeightSync):
         return ref
 
     def close(self) -> None:
-        if self.memory is not None:
-            scratch.remove(self.memory)
-            self.memory = None
-
-
-def shared_folder() -> Path:
-    """A new folder in shared memory; folders of dead processes are removed first. Raises SyncError."""
-    if not os.access(scratch.SHARED_MEMORY, os.W_OK):
-        raise SyncError(f"weight_sync_method: direct needs {scratch.SHARED_MEMORY} between processes; use reload")
-    return scratch.make("shared", scratch.SHARED_MEMORY)
+        """The memory is the actor's; of one that was killed on this machine it is removed here."""
+        if self.actor_machine is not None:
+            scratch.sweep(scratch.SHARED_MEMORY)

@@ -19,6 +19,9 @@ from mrl.weights.tensors import FILE
 
 _POLL_SECONDS = 0.05
 
+WAIT = 0.9
+"""Share of the deadline that workers wait for a version to appear, so that they say what is missing in time."""
+
 
 class VolumeSync(WeightSync):
     """`folder` is on the shared disk, under the same path everywhere."""
@@ -27,7 +30,7 @@ class VolumeSync(WeightSync):
         ref: WeightRef = await actor.call(
             "write_weights", str(self.folder), version, durable=True, keep=2, **self.publish_options(workers)
         )
-        ref.pull_seconds = self.deadline
+        ref.pull_seconds = WAIT * self.deadline
         return ref
 
     def served(self) -> Path | None:

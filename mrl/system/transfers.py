@@ -6,7 +6,7 @@ to the device need not wait, and what comes back can come in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,17 +34,20 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     return [by_place[at].view(t.dtype).view(t.shape) for at, t in enumerate(tensors)]
 
 
-def stream_to_host(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def stream_to_host(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor in host memory) one after the other, each valid until the next is asked for.
 
     From a device they come through two pinned buffers on a stream of their own: while one is used the next is on its
     way. Tensors of the host are those given. Each is looked up once, when its turn comes; do not write to them
-    meanwhile. dtype: what floating-point ones are cast to before they leave; None = what they are.
+    meanwhile. dtype: what floating-point ones are cast to before they leave; None = what they are. names: which, in
+    their order; None = all.
     """
     in_flight: _HostCopy | None = None
     streams: dict[torch.device, _CopyStream] = {}
     try:
-        for name in [*tensors, None]:
+        for name in [*(tensors if names is None else names), None]:
             before, in_flight = in_flight, None
             if name is not None:
                 given = _cast(tensors[name], dtype)

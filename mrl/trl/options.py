@@ -34,7 +34,7 @@ _NOTED = {
     "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "dataloader_in_order dataloader_drop_last dataloader_multiprocessing_context": "tasks are in memory",
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
-    "local_rank average_tokens_across_devices": "the actor trains on one device",
+    "local_rank average_tokens_across_devices": "mrl divides an actor's work over its GPUs itself (actor_parallelism)",
     "ds3_gather_for_generation vllm_server_timeout vllm_group_port vllm_model_impl": (
         "mrl has its own way to bring weights to the sampler (weight_sync_method)"
     ),

@@ -14,7 +14,7 @@ from mrl.errors import SyncError
 from mrl.system import scratch
 from mrl.types import WeightKind, WeightRef
 from mrl.weights.checksum import checksum
-from mrl.weights.tensors import FILE, write_file
+from mrl.weights.tensors import FILE, MadeTensors, write_file
 
 
 def publish(
@@ -93,8 +93,10 @@ def adapter_ref(folder: Path, version: int) -> WeightRef:
         return WeightRef(version, path=str(folder), kind=kind, checksum=checksum(tensors), bytes=size_of(folder))
 
 
-def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_aliases(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Tied tensors once, under their first name."""
+    if isinstance(tensors, MadeTensors):
+        return tensors
     seen: set[tuple[int, tuple[int, ...]]] = set()
     unique = {}
     for name, tensor in tensors.items():

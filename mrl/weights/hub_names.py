@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mrl.errors import ModelError
@@ -32,9 +33,15 @@ def to_hub(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {name: public[name] for name in [*kept, *(name for name in public if name not in tensors)]}
 
 
+def converts(model: nn.Module) -> bool:
+    """Whether the model's files have tensors in another form than the model: `to_hub` then needs all at once."""
+    return bool(_conversions(model))
+
+
 def hub_shapes(model: nn.Module) -> dict[str, Tensor]:
-    """What the model's files hold, as tensors without data."""
-    return to_hub(model, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
+    """What the model's files hold, as tensors without data; of a sharded model, the whole tensors."""
+    own = model.state_dict()
+    return to_hub(model, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in own.items()})
 
 
 @dataclass

@@ -21,6 +21,7 @@ from pathlib import Path
 from time import monotonic
 
 from mrl.errors import SyncError
+from mrl.system.machine import own_address
 from mrl.system.scratch import LOCK
 
 _TOKEN_BYTES = 32
@@ -39,7 +40,7 @@ class WeightServer:
         self._version, self._folder = -1, Path()
         self._listener = socket.create_server(("", 0))
         port = self._listener.getsockname()[1]
-        self.addresses = [f"{host}:{port}" for host in dict.fromkeys((_own_address(), socket.gethostname()))]
+        self.addresses = [f"{host}:{port}" for host in dict.fromkeys((own_address(), socket.gethostname()))]
         """Where readers may find it, the likeliest first."""
         self._thread = threading.Thread(target=self._accept, name="mrl-weight-server", daemon=True)
         self._thread.start()
@@ -136,13 +137,3 @@ def _receive_file(connection: socket.socket, path: Path, size: int) -> None:
                 raise EOFError
             file.write(buffer[:count])
             left -= count
-
-
-def _own_address() -> str:
-    """The address that other machines see this one under; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # documentation's own network: only the route is looked up
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

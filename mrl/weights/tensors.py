@@ -41,6 +41,18 @@ _ALIGNMENT = 64
 """Bytes, of the first tensor; the others are aligned because the widest types are written first."""
 
 
+class MadeTensors(Mapping[str, Tensor]):
+    """Tensors that do not exist at once: each is made when it is looked up. No two of them are tied."""
+
+    described: Mapping[str, Tensor]
+    """What they will be: tensors of their shapes, dtypes and devices, without memory of their own."""
+
+
+def described(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors to read shapes, dtypes and devices from, without making any."""
+    return tensors.described if isinstance(tensors, MadeTensors) else tensors
+
+
 @contextmanager
 def open_folder(folder: str | Path) -> Iterator[dict[str, Tensor]]:
     """The tensors of a folder's .safetensors files by name, as views of the files: valid inside the `with` only.
@@ -123,11 +135,11 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | N
     For files that are written once: bytes given to the system are faster than pages of a new file mapped one by one.
     Each tensor's checksum is computed while it is written.
     """
-    head, places, _ = layout(tensors, dtype)
+    head, places, _ = layout(described(tensors), dtype)
     shares = {}
     with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
         file.write(head)
-        for name, here in stream_to_host({name: tensors[name] for name in places}, dtype):
+        for name, here in stream_to_host(tensors, dtype, places):
             stored = here.contiguous()
             share = beside.submit(sums_of, name, stored)
             file.write(stored.reshape(-1).view(torch.uint8).numpy().data)
@@ -143,6 +155,7 @@ class MappedFile:
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
         self.path, self.dtype = path, dtype
+        tensors = described(tensors)
         self.head, self.places, self.size = layout(tensors, dtype)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w+b") as file:
@@ -162,13 +175,13 @@ class MappedFile:
 
     def fits(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> bool:
         """Whether these tensors have the names, types and shapes the file was made for."""
-        return layout(tensors, dtype)[0] == self.head
+        return layout(described(tensors), dtype)[0] == self.head
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors in, and return the file's own."""
         # On a device, cast before the transfer, so that it is smaller; in host memory the copy itself casts.
-        dtype = None if all(tensor.is_cpu for tensor in tensors.values()) else self.dtype
+        dtype = None if all(tensor.is_cpu for tensor in described(tensors).values()) else self.dtype
         for name, here in stream_to_host(tensors, dtype):
             self.tensors[name].copy_(here)
         return self.tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mrl.backends.base import WorkerHandle
 from mrl.errors import EngineDied, EngineError, SyncError, WorkerDied
+from mrl.system.gather import all_of
 from mrl.types import Completion, GenerateRequest, SamplingParams, TokenSequence
 from mrl.workers.rollout import CallBatch
 
@@ -60,8 +62,13 @@ class RolloutPool:
         """Requests each place works on."""
         self.prompt_tokens = self.prefilled_tokens = 0
         """Of completions that say how much was prefilled for them: all tokens of their prompts, and those."""
+        self.by_load = [(0, place) for place in range(len(workers))]
+        """A heap of (load, place), the idlest first. Entries stay when they are no longer true, and those of places
+        without room leave it: whatever changes a place's load or room adds one."""
         self.down: set[int] = set()
         """Places whose worker is being replaced."""
+        self.dead: dict[int, str] = {}
+        """Why, of those whose worker has died and whose replacement has not begun."""
         self.waiting: deque[asyncio.Future[None]] = deque()
         """For a worker with room, first come first served."""
         self.known: OrderedDict[Hashable, int] = OrderedDict()
@@ -91,8 +98,7 @@ class RolloutPool:
             except EngineError as error:
                 return Completion.failed(request, str(error), version=-1)
             finally:
-                self.load[place] -= 1
-                self._wake()
+                self._let_go(place)
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
         """Of each completion's tokens, at the sequences' temperature, which is the same for all. Raises EngineError
@@ -110,15 +116,15 @@ class RolloutPool:
             except (EngineDied, WorkerDied) as error:
                 await self._replace_dead(place, worker, error)
             finally:
-                self.load[place] -= 1
-                self._wake()
+                self._let_go(place)
 
     async def ask_capacity(self) -> None:
         """Ask new workers how many requests they take. Called before the first requests, so that those are sent at once
         and in order."""
-        for worker in self.workers:
-            if worker.name not in self.capacity:
-                self.capacity[worker.name] = await worker.call("capacity")
+        new = [worker for worker in self.workers if worker.name not in self.capacity]
+        answers = await all_of([worker.call("capacity") for worker in new])
+        self.capacity |= {worker.name: answer for worker, answer in zip(new, answers, strict=True)}
+        self._sort_places()
 
     async def sync(self, method: WeightSync, actor: WorkerHandle, version: int) -> SyncReport:
         """Give every worker the actor's weights as `version`. A worker that fails to take them is replaced by one that
@@ -128,8 +134,8 @@ class RolloutPool:
             for name, reason in report.failed.items():
                 if self.spawn is None or self.last_sync is None:  # one that never worked will not work again
                     raise SyncError(f"{name}: {reason}")
-                place = next(i for i, worker in enumerate(self.workers) if worker.name == name)
-                await self._replace(place, reason)
+            places = {worker.name: place for place, worker in enumerate(self.workers)}
+            await self._replace_all({places[name]: reason for name, reason in report.failed.items()})
             self.last_sync = method, actor
             self.version = version
         return report
@@ -171,7 +177,7 @@ class RolloutPool:
                 self._wake()  # the turn may have been given already
                 raise
             place = self._pick(request)
-        self.load[place] += 1
+        self._change_load(place, 1)
         for key in _prefixes(request):
             self.known[key] = place
             self.known.move_to_end(key)
@@ -182,14 +188,40 @@ class RolloutPool:
 
     def _pick(self, request: GenerateRequest) -> int | None:
         """The worker that has its prefix, if it has room and is not well ahead; else the idlest one with room."""
-        free = [place for place, worker in enumerate(self.workers) if place not in self.down and self._has_room(place)]
-        if not free:
+        idlest = self._idlest()
+        if idlest is None:
             return None
-        idlest = min(free, key=lambda place: self.load[place])
         known = next((self.known[key] for key in _prefixes(request) if key in self.known), idlest)
-        return known if known in free and self.load[known] <= self.load[idlest] + _AFFINITY else idlest
+        return known if self._has_room(known) and self.load[known] <= self.load[idlest] + _AFFINITY else idlest
+
+    def _idlest(self) -> int | None:
+        """The place with room whose worker has the fewest requests, of several the first."""
+        while self.by_load:
+            load, place = self.by_load[0]
+            if load == self.load[place] and self._has_room(place):
+                return place
+            heapq.heappop(self.by_load)
+        return None
+
+    def _change_load(self, place: int, by: int) -> None:
+        self.load[place] += by
+        if len(self.by_load) > 8 * len(self.workers):
+            self._sort_places()  # most of it is no longer true
+        else:
+            heapq.heappush(self.by_load, (self.load[place], place))
+
+    def _sort_places(self) -> None:
+        self.by_load = [(load, place) for place, load in enumerate(self.load)]
+        heapq.heapify(self.by_load)
+
+    def _let_go(self, place: int) -> None:
+        """A request is done."""
+        self._change_load(place, -1)
+        self._wake()
 
     def _has_room(self, place: int) -> bool:
+        if place in self.down:
+            return False
         capacity = self.capacity.get(self.workers[place].name, 1)  # 1 = it was not asked yet
         return capacity is None or self.load[place] < capacity
 
@@ -222,15 +254,20 @@ class RolloutPool:
         """Replace a dead worker once, however many of its requests failed."""
         if self.workers[place] is worker:
             self.down.add(place)
+            self.dead.setdefault(place, str(error))
         async with self.updating:
             if self.workers[place] is not worker:
                 return
             if self.spawn is not None and self.last_sync is not None:
-                await self._replace(place, str(error))
+                await self._replace_all({place: str(error), **self.dead})
             elif len(self.down) == len(self.workers):
                 raise error
             else:
                 self.note(f"{worker.name} is gone, its requests run again on others: {error}")
+
+    async def _replace_all(self, reasons: dict[int, str]) -> None:
+        """At the same time: where a new worker is a rented machine, each takes minutes. reasons: by place."""
+        await all_of([self._replace(place, reason) for place, reason in reasons.items()])
 
     async def _replace(self, place: int, reason: str) -> None:
         """Raises SyncError and EngineDied when the new one fails as well, or when there were too many."""
@@ -249,10 +286,12 @@ class RolloutPool:
         await old.kill()
         method.forget(old.name)
         self.capacity.pop(old.name, None)
-        self.workers[place] = await self.spawn(place)
-        await method.catch_up(actor, self.workers[place])
-        await self.ask_capacity()
+        new = self.workers[place] = await self.spawn(place)
+        self.dead.pop(place, None)  # only now: until then requests of the old one fail, as it is ended
+        await method.catch_up(actor, new)
+        self.capacity[new.name] = await new.call("capacity")
         self.down.discard(place)
+        self._sort_places()
         self._wake()
 
 

@@ -21,6 +21,7 @@ from mrl.types import Completion, GenerateRequest, TokenSequence, WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.delta import DeltaReader
 from mrl.weights.network import fetch
+from mrl.weights.object_store import StoredReader
 
 DEFAULT_ACCEPTS = frozenset({"module", "weights"})
 """Kinds of weights that an engine without `accepts` takes: a live module, or a folder of tensors."""
@@ -56,6 +57,8 @@ class RolloutWorker:
         self.engine: Engine | None = None
         self.folder: Path | None = None
         self.deltas: DeltaReader | None = None
+        self.stored: dict[str, StoredReader] = {}
+        """By kind of weights."""
         self.arriving: dict[int, list[asyncio.Future[None]]] = {}
         """Calls that wait for the others of their batch, by its number."""
 
@@ -156,6 +159,7 @@ class RolloutWorker:
         if self.folder is not None:
             scratch.remove(self.folder)
             self.folder = self.deltas = None
+            self.stored = {}
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
@@ -181,12 +185,14 @@ class RolloutWorker:
         return found
 
     def _localize(self, ref: WeightRef) -> WeightRef:
-        """Weights the engine can load: pulled from a shared disk, fetched from the actor, or with a delta applied."""
+        """Weights the engine can load: pulled from a shared disk, fetched from the actor or an object store, or with a
+        delta applied."""
         elsewhere = ref.machine is not None and ref.machine != machine_id()
-        if ref.pull_seconds is None and ref.kind != "delta" and not elsewhere:
+        if ref.pull_seconds is None and ref.kind != "delta" and not elsewhere and ref.stored is None:
             return ref
         if self.folder is None:
-            memory = scratch.SHARED_MEMORY if elsewhere and os.access(scratch.SHARED_MEMORY, os.W_OK) else None
+            in_memory = elsewhere or ref.stored is not None
+            memory = scratch.SHARED_MEMORY if in_memory and os.access(scratch.SHARED_MEMORY, os.W_OK) else None
             self.folder = scratch.make("weights", memory)
         if ref.pull_seconds is not None:
             ref = pull(ref, self.folder / "pulled")
@@ -194,6 +200,10 @@ class RolloutWorker:
             assert ref.token is not None
             fetch(ref.addresses, ref.token, ref.version, self.folder / "fetched")
             ref = replace(ref, path=str(self.folder / "fetched"))
+        if ref.stored is not None:
+            if ref.kind not in self.stored:
+                self.stored[ref.kind] = StoredReader(self.folder / f"stored-{ref.kind}")
+            ref = replace(ref, path=str(self.stored[ref.kind].read(ref.stored)), stored=None)
         if ref.kind == "delta":
             if self.deltas is None:
                 self.deltas = DeltaReader(self.folder / "whole")

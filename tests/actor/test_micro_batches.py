@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.actor.micro_batches import FEWEST_GPU_TOKENS, by_count, by_tokens, gpu_tokens
+from mrl.actor.micro_batches import FEWEST_GPU_TOKENS, by_count, by_tokens, gpu_tokens, of_rank, shares
 from mrl.types import Sample
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=30)
@@ -38,6 +38,20 @@ def test_by_tokens(rows: list[tuple[int, int]], most: int, shared: bool) -> None
         else:
             tokens = len(batch) * max(lengths)
         assert tokens <= most or len(batch) == 1
+
+
+@given(rows=ROWS, ranks=st.integers(1, 8), shared=st.booleans())
+def test_ranks_share_the_rows(rows: list[tuple[int, int]], ranks: int, shared: bool) -> None:
+    """Each row once, tokens about equal, nobody idle without need, and as many micro-batches for each."""
+    made = samples(rows)
+    found = shares(made, ranks, shared_prompts=shared)
+    assert sorted(i for share in found for i in share) == list(range(len(rows)))
+    assert sum(map(bool, found)) == min(ranks, len(rows))
+    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) for sample in made]
+    assert max(sum(lengths[i] for i in share) for share in found) <= sum(lengths) / ranks + max(lengths)
+    parts = [of_rank(made, rank, ranks, lambda own: by_count(own, 3), shared_prompts=shared) for rank in range(ranks)]
+    assert len({len(own) for own in parts}) == 1
+    assert sorted(i for own in parts for part in own if part.counts for i in part.index) == list(range(len(rows)))
 
 
 def test_groups_stay_together_and_lengths_beside_each_other() -> None:

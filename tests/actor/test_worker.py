@@ -156,7 +156,7 @@ def test_old_logprobs_are_those_of_a_pass_before_the_update(tiny_model: str) -> 
     before = copy.deepcopy(actor.model)
     seen = []
     update = actor._update
-    actor._update = lambda parts, metrics: (update(parts, metrics), seen.append(parts))  # type: ignore[method-assign]
+    actor._update = lambda parts, *rest: (update(parts, *rest), seen.append(parts))  # type: ignore[method-assign]
     actor.train_step(batch)
     for part in seen[-1]:
         for row, sample in enumerate(part.samples):

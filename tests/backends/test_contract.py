@@ -13,6 +13,7 @@ import pytest
 from mrl import errors
 from mrl.backends import Backend, Resources, WorkerHandle, base
 from mrl.backends.inline import InlineBackend
+from mrl.backends.ray import RayBackend
 from mrl.errors import ConfigError, WorkerDied
 from tests.backends.workers import Worker
 from tests.process_backend import ProcessBackend
@@ -22,9 +23,16 @@ SOON = 10.0
 
 
 @pytest.fixture(
-    params=[InlineBackend, pytest.param(ProcessBackend, marks=pytest.mark.slow)], ids=["inline", "processes"]
+    params=[
+        InlineBackend,
+        pytest.param(ProcessBackend, marks=pytest.mark.slow),
+        pytest.param(RayBackend, marks=pytest.mark.ray),
+    ],
+    ids=["inline", "processes", "ray"],
 )
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    if request.param is RayBackend:
+        request.getfixturevalue("ray_cluster")
     made = request.param(60.0)
     yield made
     await made.close()
@@ -166,7 +174,7 @@ async def test_files_are_where_workers_can_read_them(backend: Backend, tmp_path:
     folder, file = await backend.put(tmp_path / "folder"), await backend.put(tmp_path / "folder" / "file")
     assert await worker.call("read", f"{folder}/file") == await worker.call("read", file) == "content"
     assert await backend.put(tmp_path / "folder") == folder
-    if not backend.shares_memory:
+    if isinstance(backend, ProcessBackend):
         assert not folder.startswith(str(tmp_path))
         await backend.close()
         assert not Path(folder).exists()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mrl.cli.main import main
-from mrl.sandbox.isolation import selftest
+from mrl.sandbox.confine import selftest
 
 pytestmark = pytest.mark.skipif(
     bool(selftest.unsupported()) or not any(selftest.test_layer(layer).holds for layer in "ABC"),

@@ -17,8 +17,8 @@ DEFAULTS = {
     "model": "Qwen/Qwen2.5-0.5B-Instruct",
     "reward_funcs": None,
     "train_dataset": None,
-    "actor_gpu": "A100",
-    "rollout_gpu": "A10G",
+    "actor_gpu": None,
+    "rollout_gpu": None,
     "num_rollout_workers": 1,
     "num_generations": 4,
     "batch_size": 8,
@@ -202,7 +202,8 @@ def test_engine_and_sync_options_that_do_nothing_are_refused(options: dict[str, 
 
 
 def test_each_engine_gets_its_own_devices_or_server() -> None:
-    from mrl.loop.spawning import engine_options, rollout_workers
+    from mrl.loop.resources import rollout_workers
+    from mrl.loop.spawning import engine_options
 
     own = OrchestratorConfig.from_flat(
         engine="vllm", num_rollout_workers=2, tensor_parallel_size=2, vllm_devices=[4, 5, 6, 7]

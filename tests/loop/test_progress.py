@@ -34,6 +34,11 @@ class Worker:
     def __init__(self, name: str, answer: Any) -> None:
         self.name, self.answer, self.calls = name, answer, 0
 
+        self.killed = 0
+
+    async def kill(self) -> None:
+        self.killed += 1
+
     async def call(self, method: str) -> Any:
         assert method == "progress"
         self.calls += 1
@@ -106,6 +111,19 @@ async def test_workers_that_are_gone_silent_or_replaced() -> None:
         "reward": (False, None),
     }
     assert next(worker.restarts for worker in watch.health() if worker.name == "rollout-3") == 1
+    watch.close()
+
+
+async def test_a_worker_that_says_nothing_for_too_long_is_ended() -> None:
+    silent, reward = Worker("rollout-0", None), Worker("reward-0", True)
+    watch, told = WorkerWatch(), list[str]()
+    watch.silence, watch.note = 3 * progress.EVERY_SECONDS, told.append
+    for _ in range(8):
+        watch.look([silent], [reward])  # type: ignore[list-item]
+        await asyncio.sleep(0)
+    assert (silent.killed, reward.killed) == (1, 0)
+    assert told == ["rollout-0 has not said anything for 2 s and is ended"]
+    assert not watch.health()[0].alive
     watch.close()
 
 

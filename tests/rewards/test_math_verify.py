@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from mrl.errors import RewardError
 from mrl.rewards import resolve_rewards
 from mrl.rewards.base import RewardRequest, Scores
 from mrl.rewards.math_verify import MathVerifyReward
-from mrl.rewards.verifier import VerifierPool
 from mrl.workers.reward import RewardWorker
 
 pytest.importorskip("math_verify")
@@ -85,36 +83,11 @@ def test_the_solution_column_and_a_missing_one(reward: MathVerifyReward) -> None
         reward.check_columns(["gold"])
 
 
-def test_what_hangs_is_killed_and_not_scored_and_the_next_is_answered() -> None:
-    pool = VerifierPool("tests.rewards.verifiers:slow", seconds=0.5, size=1)
-    start = time.monotonic()
-    answers = asyncio.run(pool.ask_all([{"seconds": 30.0}, {"seconds": 0.0}]))
-    assert "longer than 0.5 s" in str(answers[0])
-    assert answers[1] == {"value": 0.0}
-    assert time.monotonic() - start < 20
-    pool.close()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "open('made', 'w')",
-        "__import__('os').open('made', 65)",
-        "__import__('os').system('touch made')",
-        "__import__('subprocess').run(['touch', 'made'])",
-        "__import__('socket').socket()",
-        "__import__('os').fork()",
-        "__import__('ctypes').CDLL(None)",
-    ],
-)
-def test_evaluated_text_reaches_nothing(text: str) -> None:
-    pool = VerifierPool("tests.rewards.verifiers:evaluate", seconds=20, size=1)
-    answers = asyncio.run(pool.ask_all([{"text": "1 + 1"}, {"text": text}, {"text": "exit()"}, {"text": "2 + 2"}]))
-    pool.close()
-    assert answers[0] == {"value": 2.0}
-    assert "is not for verifiers" in answers[1]["error"]
-    assert answers[2] == {"value": 0.0}
-    assert answers[3] == {"value": 4.0}
+@pytest.mark.slow
+def test_an_answer_that_takes_for_ever_earns_nothing(reward: MathVerifyReward) -> None:
+    scores = score(reward, [("2", "$9^{9^{9^{9^{9}}}}$"), ("2", "$2$"), ("3", "((((" * 20_000), ("3", "3")])
+    assert scores.values == [0.0, 1.0, 0.0, 1.0]
+    assert not scores.errors
 
 
 def test_a_worker_ends_its_processes() -> None:
@@ -122,11 +95,11 @@ def test_a_worker_ends_its_processes() -> None:
     (reward,) = worker.rewards
     assert isinstance(reward, MathVerifyReward)
     score(reward, [("1", "1")])
-    children = [child.process for child in reward._pool._idle.queue if child is not None]
-    assert children
-    assert all(child.poll() is None for child in children)
+    slots = [slot.process for slot in reward._pool._executor._idle]
+    assert slots
+    assert all(slot.poll() is None for slot in slots)
     asyncio.run(worker.close())
-    assert all(child.poll() is not None for child in children)
+    assert all(slot.poll() is not None for slot in slots)
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from mrl.errors import SandboxError
-from mrl.sandbox import SANDBOXES, IOTest, Limits, Program, Verdict
-from mrl.sandbox.execution import Answer, Observation
-from mrl.sandbox.isolation import selftest
+from mrl.sandbox import SANDBOXES, IOTest, Limits, Program, TestResult, Verdict
+from mrl.sandbox.confine import selftest
+from mrl.sandbox.execution import Observation
 from mrl.sandbox.local import LocalSandbox, make_auto
 
 QUICK = Limits(wall_seconds=1.0, cpu_seconds=1.0)
@@ -190,8 +190,8 @@ class Scripted:
         self.closed += 1
 
 
-DONE = Observation("done", [Answer("value", 1)])
-BROKEN = Observation("sandbox_error", detail="no slots")
+DONE = Observation(Verdict("passed", [TestResult(True)]))
+BROKEN = Observation(Verdict("sandbox_error", detail="no slots"))
 
 
 async def test_failures_of_ours_are_retried_once_and_then_reported():
@@ -203,8 +203,9 @@ async def test_failures_of_ours_are_retried_once_and_then_reported():
     executor = Scripted(OSError("no more processes"), OSError("no more processes"))
     verdict = await judge(LocalSandbox(executor=executor), "")
     assert (verdict.judged, verdict.detail) == (False, "OSError: no more processes")
-    executor = Scripted(Observation("done", peer=None), Observation("done", peer=None))
-    assert not (await judge(LocalSandbox(executor=executor), "", "while f(1): pass")).judged
+    executor = Scripted(Observation(Verdict("unjudgeable", [TestResult(False)], "it patches a module")))
+    assert not (await judge(LocalSandbox(executor=executor), "")).judged
+    assert len(executor.seen) == 1
 
 
 async def test_identical_programs_run_once():
@@ -222,17 +223,84 @@ async def test_identical_programs_run_once():
         await sandbox.run([program])
 
 
-async def test_an_executor_that_lies_about_the_number_of_answers():
-    for answers in ([], [Answer("value", 1)] * 3):
-        verdict = await judge(LocalSandbox(executor=Scripted(Observation("done", answers))), "", "assert f(1) == 2")
-        assert passed(verdict) == [False]
+@needs_layer
+async def test_tests_that_say_nothing_here_are_no_score(sandbox):
+    """For no program: what is refused is refused by the text of the test."""
+    for test, reason in (
+        ("from unittest.mock import patch\nwith patch('time.sleep'): assert f(1) == 1", "changes a module"),
+        ("import nothing_like_it\nassert f(1) == 1", "needs nothing_like_it"),
+        ("assert np.allclose(f(1), 1)", "needs numpy"),
+        ("def test_it(monkeypatch):\n    assert f(1) == 1", "pytest's monkeypatch"),
+    ):
+        for code in ("def f(x): return x", "def f(x): return 2"):
+            verdict = await judge(sandbox, code, "assert f(1) == 1", test)
+            assert verdict.status == "unjudgeable"
+            assert not verdict.judged
+            assert reason in verdict.detail
+
+
+@needs_layer
+async def test_what_only_some_programs_make_impossible_is_their_failure(sandbox):
+    code = "class N:\n    def __sub__(self, o): return 0\ndef f(x): return N()"
+    verdict = await judge(sandbox, code, "assert abs(f(1) - 5) < 0.1")
+    assert verdict.status == "failed"
+    assert "not judgeable here, because" in verdict.detail
+
+
+@needs_layer
+async def test_a_name_of_the_tests_is_never_the_programs(sandbox):
+    code = "def helper(x): return 5\nclass math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 1\n"
+    code += "class Fraction:\n    def __init__(s, *a): pass\n    def __eq__(s, o): return True\n"
+    tests = (
+        "raise OSError\ndef helper(x): return 7",
+        "assert helper(f(1)) == 5",
+        "assert math.isclose(f(1), 2)",
+        "assert f(2) == Fraction(1, 2)",
+    )
+    verdict = await judge(sandbox, code, *tests)
+    assert passed(verdict) == [False] * 4
+    assert "another test should have set it" in verdict.tests[1].detail
+
+
+@needs_layer
+async def test_cases_that_the_program_empties_prove_nothing(sandbox):
+    code = "def f(x):\n    if isinstance(x, list): x.clear()\n    return 1"
+    shared = "cases = [(1, 2)]\nf(cases)\n"
+    verdict = await judge(
+        sandbox,
+        code,
+        shared + "assert all(f(a) == b for a, b in cases)",
+        shared + "for a, b in cases: assert f(a) == b",
+        shared + "for k, (a, b) in enumerate(cases): assert f(a) == b",
+        "assert all(x for x in [])",
+    )
+    assert passed(verdict) == [False, False, False, True]
+    assert "emptied" in verdict.tests[0].detail
+    assert "held over nothing" in verdict.tests[3].detail
+
+
+@needs_layer
+async def test_what_reaches_the_log_moves_no_cursor(sandbox):
+    code = "import sys\nprint('\\x1b[2Jout')\nsys.stderr.write('\\x9b1A')\ndef f(x): return '\\x1b]0;title'"
+    verdict = await judge(sandbox, code, "assert f(1) == 'x'")
+    assert verdict.stdout == "\\x1b[2Jout\n"
+    assert not [c for text in (verdict.stdout, verdict.stderr, verdict.detail) for c in text if c in "\x1b\x9b\x07"]
+
+
+@needs_layer
+async def test_as_much_output_as_is_expected(sandbox):
+    long = "\n".join(str(k) for k in range(400_000))
+    assert len(long) > 2_000_000
+    code = "print('\\n'.join(map(str, range(int(input())))))"
+    assert (await judge(sandbox, code, IOTest("400000", long))).status == "passed"
+    assert (await judge(sandbox, code, IOTest("400000", "1"))).status == "output_limit"
 
 
 def test_auto_never_falls_back(monkeypatch):
     def refuse(*args, **kwargs):
         raise SandboxError("sandbox: this machine cannot isolate programs. layer A: no user namespaces")
 
-    monkeypatch.setattr("mrl.sandbox.isolation.client.IsolatedExecutor", refuse)
+    monkeypatch.setattr("mrl.sandbox.engine.client.IsolatedExecutor", refuse)
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(SandboxError, match=r"(?s)no user namespaces.*mrl sandbox check.*sandbox: process"):
         make_auto()
@@ -242,7 +310,7 @@ def test_auto_never_falls_back(monkeypatch):
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_systems_get_the_choices(monkeypatch, platform):
     monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(SandboxError, match=f"(?s){platform}.*remote sandbox.*sandbox: process"):
+    with pytest.raises(SandboxError, match=f"(?s){platform}.*Linux container.*remote sandbox.*sandbox: modal"):
         LocalSandbox()
 
 

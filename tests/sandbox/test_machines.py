@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import zipfile
 from io import BytesIO
 
 import pytest
 
 from mrl.errors import SandboxError
-from mrl.sandbox import IOTest, Limits, Program
-from mrl.sandbox.execution import Call, Execution
+from mrl.sandbox import IOTest, Limits, Program, protocol
+from mrl.sandbox.confine import selftest
+from mrl.sandbox.execution import Execution
 from mrl.sandbox.graded import GradedSandbox
-from mrl.sandbox.isolation import frames, selftest
 from mrl.sandbox.machines import MachineExecutor, bundle, executor
+from mrl.sandbox.protocol import Kind
 
 pytestmark = pytest.mark.skipif(bool(selftest.unsupported()), reason=selftest.unsupported() or "Linux")
 LIMITS = Limits(wall_seconds=5, cpu_seconds=5)
@@ -93,29 +95,64 @@ async def test_one_machine_serves_many_programs(open_machine, machines):
     assert len(machines) <= 3
 
 
-async def test_without_a_layer_a_machine_runs_one_program(open_machine, machines):
-    programs = [Program(f"def f(x): return x + 1 + 0 * {n}", RIGHT.tests, LIMITS) for n in range(4)]
-    pool = MachineExecutor(open_machine, machines=2, slots=2, layer="machine")
-    proxied = Execution("class A: pass", peer=("assert A() is not None",))
-    (refused,) = await pool.execute([proxied])
-    assert refused.status == "sandbox_error"
-    assert "asserts on plain data" in refused.detail
-    assert await judged(pool, *programs) == ["passed"] * 4
-    assert pool.layer == "machine"
-    assert len(machines) == 4  # the first was not used up by the refusal
+def patch_archive(monkeypatch: pytest.MonkeyPatch, **added: str) -> None:
+    """The agent's modules as they travel, with lines added to some."""
+    made = BytesIO()
+    with zipfile.ZipFile(BytesIO(bundle.archive())) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            more = added.get(name.rpartition("/")[2].removesuffix(".py"), "")
+            new.writestr(name, old.read(name) + more.encode())
+    monkeypatch.setattr(bundle, "archive", made.getvalue)
+
+
+NO_LAYER = "\ndef test_layer(layer, python): return LayerResult(layer, False, f'no {layer}')\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes users of its own as root")
+async def test_without_a_layer_users_keep_programs_from_their_judges(open_machine, monkeypatch):
+    patch_archive(monkeypatch, selftest=NO_LAYER)
+    reach = """
+import os, signal
+def f(x):
+    reached = 0
+    for pid in (int(pid) for pid in os.listdir('/proc') if pid.isdigit() and int(pid) != os.getpid()):
+        for act in (lambda: os.kill(pid, signal.SIGKILL), lambda: open(f'/proc/{pid}/mem', 'r+b').close()):
+            try: act()
+            except OSError: continue
+            reached += 1
+    return reached
+"""
+    files = "def f(x):\n    open('written', 'w').write(str(x))\n    return 0"
+    read = ("assert f(3) == 0 and open('written').read() == '3'",)
+    pool = MachineExecutor(open_machine, machines=1)
+    programs = [RIGHT, Program(reach, ("assert f(1) == 0",), LIMITS), Program(files, read, LIMITS)]
+    verdicts = await GradedSandbox(pool).run(programs)
+    await pool.close()
+    assert [verdict.status for verdict in verdicts] == ["passed"] * 3, verdicts
+    assert pool.layer == "unsafe"
+
+
+async def test_without_a_layer_and_users_a_machine_judges_nothing(open_machine, machines, monkeypatch):
+    patch_archive(monkeypatch, selftest=NO_LAYER, layers="\ndef _may_become(uid): return False\n")
+    pool = MachineExecutor(open_machine, machines=1)
+    verdicts = await GradedSandbox(pool).run([RIGHT, Program("x = 1", RIGHT.tests, LIMITS)])
+    await pool.close()
+    assert [verdict.status for verdict in verdicts] == ["sandbox_error"] * 2
+    assert all("no A" in verdict.detail and "`sandbox: local`" in verdict.detail for verdict in verdicts)
+    assert len(machines) == 1  # another would not do either
 
 
 @pytest.mark.slow
 async def test_a_lost_machine_is_replaced_and_its_programs_run_again(open_machine, machines):
     pool = MachineExecutor(open_machine, machines=1, slots=2)
-    slow = Execution("import time\ndef f(x):\n    time.sleep(1.5)\n    return x", (Call("f", (7,)),), limits=LIMITS)
+    slow = Execution("import time\ndef f(x):\n    time.sleep(1.5)\n    return x", ("assert f(7) == 7",), LIMITS)
     running = asyncio.ensure_future(pool.execute([slow, slow]))
     while not machines:
         await asyncio.sleep(0.05)
     await asyncio.sleep(1.0)
     machines[0].process.kill()
     seen = await running
-    assert [one.answers[0].value for one in seen] == [7, 7]
+    assert [one.verdict.status for one in seen] == ["passed"] * 2
     assert len(machines) == 2
     await pool.close()
 
@@ -142,7 +179,7 @@ async def test_a_machine_that_never_comes_is_an_error_of_ours(monkeypatch):
 
 
 class Liar:
-    """A machine that a program has taken over."""
+    """A machine that answers what no agent does."""
 
     def __init__(self, answer) -> None:
         self.answer = answer
@@ -151,11 +188,11 @@ class Liar:
 
     async def write(self, data: bytes) -> None:
         if self.greeted:
-            number = data[frames.HEADER.size : frames.HEADER.size + 8]
-            self.queue.put_nowait(frames.pack(b"o", number + json.dumps(self.answer).encode()))
+            number = data[protocol.HEADER.size : protocol.HEADER.size + 8]
+            self.queue.put_nowait(protocol.pack(Kind.OBSERVATION, number + json.dumps(self.answer).encode()))
         else:
             self.greeted = True
-            self.queue.put_nowait(frames.pack(b"h", json.dumps({"layer": "A", "reasons": {}}).encode()))
+            self.queue.put_nowait(protocol.pack(Kind.HELLO, json.dumps({"layer": "A"}).encode()))
 
     async def read(self) -> bytes:
         return await self.queue.get()
@@ -168,14 +205,14 @@ class Liar:
     "answer",
     [
         {"status": "passed"},
-        {"status": "done", "answers": "?", "blocks": []},
-        {"status": "done", "answers": [["V", "[1,2"]], "blocks": []},
-        {"status": "done", "answers": [["V", "true"]] * 50, "blocks": [[]]},
-        {"status": ["done"], "answers": []},
-        {"status": "done", "answers": []},
+        {"status": "passed", "tests": [[False, ""]], "detail": "", "report": []},
+        {"status": "done", "tests": [[True, ""]]},
+        {"status": "passed", "tests": "?"},
+        {"status": "passed", "tests": [[True, ""]] * 50},
+        {"status": ["passed"], "tests": []},
     ],
 )
-async def test_a_machine_taken_over_forges_nothing(answer):
+async def test_an_answer_that_cannot_be_read_is_no_pass(answer):
     async def open_machine(command):
         return Liar(answer)
 
@@ -188,12 +225,11 @@ async def test_a_machine_taken_over_forges_nothing(answer):
 
 def test_what_travels_stands_on_the_standard_library_alone():
     names = zipfile.ZipFile(BytesIO(bundle.archive())).namelist()
-    assert "mrl/sandbox/isolation/supervisor.py" in names
+    assert "mrl/sandbox/engine/supervisor.py" in names
     assert len(bundle.archive()) < 200_000
-    assert not [name for name in names if "grading" in name]  # nothing that knows what is expected
 
 
 def test_bad_settings_are_refused(open_machine):
-    for options, words in (({"machines": 0}, "machines"), ({"slots": 0}, "slots"), ({"layer": "Z"}, "auto or machine")):
+    for options, words in (({"machines": 0}, "machines"), ({"slots": 0}, "slots"), ({"layer": "Z"}, "auto, A")):
         with pytest.raises(SandboxError, match=words):
             MachineExecutor(open_machine, **options)

@@ -55,7 +55,7 @@ def modal_account(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.modal
 @pytest.mark.usefixtures("modal_account")
-@pytest.mark.parametrize("layer", ["auto", "machine"])
+@pytest.mark.parametrize("layer", ["auto", "B"])
 async def test_programs_are_judged_on_modal(layer: str) -> None:
     sandbox = make_factory("modal", {"machines": 2, "cpu": 2, "layer": layer, "lifetime": 120})()
     tests = ("assert f(1) == 2", "assert f(2) == 3")

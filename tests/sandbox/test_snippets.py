@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mrl.sandbox import IOTest, Limits, Program
-from mrl.sandbox.isolation import selftest
+from mrl.sandbox.confine import selftest
 from mrl.sandbox.local import LocalSandbox
 
 LIMITS = Limits(wall_seconds=10, cpu_seconds=10)

@@ -93,6 +93,8 @@ OTHER: dict[str, Any] = {
     "packing": (False, {}),
     "torch_compile": (True, {}),
     "use_liger_kernel": (True, {}),
+    "actor_parallelism": ("ddp", {}),
+    "ddp_timeout": (60.0, {}),
     "offload_optimizer": (True, {}),
     "scale_rewards": ("batch", {}),
     "beta": (0.04, {}),

@@ -194,7 +194,7 @@ def test_vllm_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
         ({"push_to_hub": True}, "`mrl checkpoints RUN push USER/NAME` does it"),
         ({"fp16": True}, "bfloat16 or float32"),
         ({"optim": "sgd"}, "the optimizer is AdamW"),
-        ({"deepspeed": "ds.json"}, "deepspeed='ds.json' is not taken over; the actor trains on one device"),
+        ({"deepspeed": "ds.json"}, "deepspeed='ds.json' is not taken over; how an actor on several GPUs divides"),
         ({"sync_ref_model": True}, "the reference stays the policy before training"),
         ({"repetition_penalty": 1.1}, "mrl has nothing of the kind"),
         ({"resume_from_checkpoint": "x"}, "it is called 'resume' here"),

@@ -121,11 +121,33 @@ async def test_a_worker_that_dies_is_replaced_and_its_requests_run_again(capacit
     bad = Sampler(capacity, dies_after=0)
     client = await pool(bad, spawn=spawn, note=told.append)
     await client.sync(Publish(tmp_path), None, 5)
-    both = await asyncio.gather(generate(client, requests([5] * 9)), generate(client, requests([5] * 4)))
+    both = await asyncio.gather(generate(client, requests([5] * 9)), generate(client, requests([300, 5, 5, 5])))
     assert [[c.request_id for c in done] for done in both] == [[str(i) for i in range(n)] for n in (9, 4)]
     assert {c.policy_version for done in both for c in done} == {5}
     assert [len(spawned), len(told), client.restarts] == [1, 1, 1]
     assert "rollout-0 is replaced: gone" in told[0]
+    assert client.dead == {}, "what failed as the old one was ended is no news of the new one"
+
+
+async def test_workers_that_die_together_are_replaced_together(tmp_path: Path) -> None:
+    """Each waits for a machine of its own, none for the others': but for the first, whose death is noticed alone."""
+    begun: list[int] = []
+    others = asyncio.Event()
+
+    async def spawn(index: int) -> InlineHandle:
+        begun.append(index)
+        if len(begun) == 4:
+            others.set()
+        if len(begun) > 1:
+            await asyncio.wait_for(others.wait(), 30)
+        await asyncio.sleep(0.01)
+        return InlineHandle(Sampler(4), f"rollout-{index}", 60)
+
+    client = await pool(*(Sampler(4, dies_after=0) for _ in range(4)), spawn=spawn)
+    await client.sync(Publish(tmp_path), None, 5)
+    done = await generate(client, requests([5] * 16))
+    assert [c.policy_version for c in done] == [5] * 16
+    assert (sorted(begun), client.restarts, client.down, client.dead) == ([0, 1, 2, 3], 4, set(), {})
 
 
 async def test_workers_that_keep_dying_end_the_run(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ OPTIONAL = {
     "math-verify": "reward",
     "liger-kernel": "GPU kernels",
     "modal": "sandbox",
+    "ray": "backend",
     "wandb": "tracker",
     "trackio": "tracker",
     "tensorboard": "tracker",

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from mrl.errors import SyncError
 from mrl.weights.hub_names import from_hub, hub_shapes
+from mrl.weights.sharded import local, write_into
 
 _NAMES_SHOWN = 8
 
 
 def load_directory(module: nn.Module, directory: str) -> None:
-    """Copy the tensors under `directory` into `module`'s, in place and cast to their dtypes.
+    """Copy the tensors under `directory` into `module`'s, in place and cast to their dtypes; into sharded ones, parts.
 
     Names and shapes are those of Hugging Face files (mrl.weights.hub_names). For tied tensors (a head and its
     embedding) one is enough; several must be equal. Raises SyncError that names the tensors when a file is missing or
@@ -35,7 +36,7 @@ def load_directory(module: nn.Module, directory: str) -> None:
         opened = {path: files.enter_context(safe_open(path, framework="pt")) for path in sorted(set(file_of.values()))}
         for part in from_hub(module, file_of):
             for name, tensor in part.convert(module, lambda name: opened[file_of[name]].get_tensor(name)).items():
-                own[name].copy_(tensor)
+                write_into(own[name], tensor)
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -92,7 +93,8 @@ def _shared(module: nn.Module, own: dict[str, Tensor], wanted: dict[str, Tensor]
     """Names in files, grouped by the module's memory they load into. Fused or split tensors never count as tied."""
     groups: dict[tuple[int, tuple[int, ...]] | str, list[str]] = {}
     for name, tensor in own.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else name
+        here = local(tensor)
+        key = (here.data_ptr(), tuple(tensor.shape)) if here.numel() else name
         groups.setdefault(key, []).append(name)
     in_files = {part.target: part.names[0] for part in from_hub(module, wanted) if part.converter is None}
     tied = [[in_files[name] for name in names if name in in_files] for names in groups.values()]

@@ -16,13 +16,13 @@ def actors_gpu(device: str, seen: int) -> int | None:
     return int(number or 0) if seen and kind in ("auto", "cuda") else None
 
 
-def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None) -> list[list[int]]:
+def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None, ranks: int = 1) -> list[list[int]]:
     """The GPU numbers of each engine, as torch counts them here; empty if torch sees none and none are configured.
 
-    seen: number of visible GPUs. actor: the actor's GPU, None = it has none. Without `vllm_devices` engines get the
-    GPUs that the actor does not use; with `colocate` the actor's first. Without `colocate` they share the actor's only
-    if it is the single GPU. Raises ConfigError, which says what to change, when there are too few, or when GPUs are
-    shared without a `gpu_memory_utilization` that leaves room.
+    seen: number of visible GPUs. actor: the actor's GPU, None = it has none; the first one of its `ranks`. Without
+    `vllm_devices` engines get the GPUs that the actor does not use; with `colocate` the actor's first. Without
+    `colocate` they share the actor's only if it is the single GPU. Raises ConfigError, which says what to change, when
+    there are too few, or when GPUs are shared without a `gpu_memory_utilization` that leaves room.
     """
     size = serving.tensor_parallel_size
     if serving.vllm_devices:
@@ -35,11 +35,12 @@ def share_out(serving: ServingConfig, engines: int, seen: int, actor: int | None
     elif not seen:
         return [[] for _ in range(engines)]
     else:
-        free = [gpu for gpu in range(seen) if gpu != actor] if seen > 1 else [0] * engines
+        trains = range(0) if actor is None else range(actor, actor + ranks)
+        free = [gpu for gpu in range(seen) if gpu not in trains] if seen > 1 else [0] * engines
         if serving.colocate and actor is not None:
             free = [actor, *(gpu for gpu in range(seen) if gpu != actor)]
         if engines * size > len(free):
-            raise ConfigError(_too_few(engines, size, len(free), actor))
+            raise ConfigError(_too_few(engines, size, len(free), trains))
         shares = [free[index * size : (index + 1) * size] for index in range(engines)]
     if not serving.colocate:
         _check_sharing(serving, shares, actor)
@@ -89,11 +90,12 @@ def visible(numbers: list[int], outer: str | None, variable: str = CUDA) -> str:
     return ",".join(entries[number] for number in numbers)
 
 
-def _too_few(engines: int, size: int, free: int, actor: int | None) -> str:
-    there = f"{free} GPU(s) can be seen" if actor is None else f"besides the actor's (GPU {actor}) there are {free}"
+def _too_few(engines: int, size: int, free: int, trains: range) -> str:
+    actors = f"the actor's ({'GPU' if len(trains) == 1 else 'GPUs'} {', '.join(map(str, trains))})"
+    there = f"besides {actors} there are {free}" if trains else f"{free} GPU(s) can be seen"
     ways = [f"set num_rollout_workers: {free // size}"] if free >= size else []
     ways += [f"set tensor_parallel_size: {free // engines}"] if size > 1 and free >= engines else []
-    ways += ["name other GPUs, the actor's included, with vllm_devices"] if actor is not None and free else []
+    ways += ["name other GPUs, the actor's included, with vllm_devices"] if trains and free else []
     return (
         f"engine: vllm: num_rollout_workers x tensor_parallel_size = {engines} x {size} GPUs are needed, and {there}: "
         f"{', or '.join(ways or ['set tensor_parallel_size: 1'])}"

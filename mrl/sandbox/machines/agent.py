@@ -1,10 +1,8 @@
 """On a machine apart: executions in on stdin, observations out on stdout, each as soon as it is there.
 
-Where a layer of isolation holds on that machine, programs run in it, one after another. Where none does, the machine
-itself is the isolation: the other side then uses it for one program and gives it back.
-
-Messages: `h` hello (JSON: layer, python, why no layer holds), `f` it could not be started, `x` execution (8 bytes of
-number, then the request), `o` observation (the same number, then JSON).
+Programs and their tests run in the strongest layer of isolation that holds on that machine, one after another. Where
+none does, the machine itself is what holds a program, and users of their own are what keeps it from the processes that
+judge: those it cannot reach. Where there is no root to make them, nothing is judged.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from mrl.errors import SandboxError
-from mrl.sandbox.isolation import frames, selftest
-from mrl.sandbox.isolation.client import IsolatedExecutor
-from mrl.sandbox.isolation.names import LAYERS
-
-MACHINE = "machine"
+from mrl.sandbox import protocol
+from mrl.sandbox.confine import layers
+from mrl.sandbox.engine.client import IsolatedExecutor
+from mrl.sandbox.protocol import Kind
 
 
 def main(settings: bytes) -> None:
@@ -33,35 +30,40 @@ def main(settings: bytes) -> None:
     os.dup2(null, 1)
     lock = threading.Lock()
 
-    def send(kind: bytes, body: bytes) -> None:
+    def send(kind: Kind, body: bytes) -> None:
         with lock:
-            frames.write(answers, frames.pack(kind, body))
+            protocol.send(answers, kind, body)
 
     def reply(number: bytes, future: Future[dict[str, Any]]) -> None:
-        send(b"o", number + json.dumps(future.result()).encode())
+        send(Kind.OBSERVATION, number + json.dumps(future.result()).encode())
 
     try:
         executor = make_executor(**json.loads(settings))
     except SandboxError as error:
-        send(b"f", str(error).encode())
+        send(Kind.NOT_READY, str(error).encode())
         return
-    layer = MACHINE if executor.layer == "unsafe" else executor.layer
-    asked_for = json.loads(settings)["layer"] == MACHINE
-    reasons = {} if asked_for or layer != MACHINE else {name: selftest.test_layer(name).reason for name in LAYERS}
-    hello = {"layer": layer, "python": sys.version.split()[0], "reasons": reasons}
-    send(b"h", json.dumps(hello).encode())
+    hello = {"layer": executor.layer, "python": sys.version.split()[0]}
+    send(Kind.HELLO, json.dumps(hello).encode())
     try:
         while True:
-            kind, body = frames.read(requests)
-            if kind == b"x":
+            kind, body = protocol.receive(requests)
+            if kind is Kind.REQUEST:
                 number, request = body[:8], body[8:]
                 seconds = json.loads(request)["limits"]["wall_seconds"]
                 future = executor.submit_request(request, seconds)
                 future.add_done_callback(lambda done, number=number: reply(number, done))  # type: ignore[misc]
-    except (frames.Closed, OSError):
+    except (protocol.Closed, OSError):
         executor.shutdown()
 
 
 def make_executor(slots: int, layer: str, modules: list[str]) -> IsolatedExecutor:
-    """layer: `auto`, or `machine` to rely on none. Raises SandboxError."""
-    return IsolatedExecutor(slots, "unsafe" if layer == MACHINE else "auto", unsafe=True, modules=tuple(modules))
+    """Raises SandboxError where no layer holds, and no users keep programs from their judges."""
+    try:
+        return IsolatedExecutor(slots, layer, modules=tuple(modules))
+    except SandboxError as error:
+        if layer == "auto" and layers.become_nobody([], "unsafe")[0] is not None:
+            return IsolatedExecutor(slots, "unsafe", unsafe=True, modules=tuple(modules))
+        raise SandboxError(
+            f"on the rented machine programs cannot be kept from their judge, and nothing is judged there: {error}\n"
+            "`sandbox: local` on a Linux machine is what works, or a service whose machines start their command as root"
+        ) from None

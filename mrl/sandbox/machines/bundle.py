@@ -9,7 +9,8 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2]
-FILES = ("errors.py", "sandbox/base.py", "sandbox/execution.py", "sandbox/plain.py", "sandbox/machines/agent.py")
+FILES = ("errors.py", "sandbox/base.py", "sandbox/execution.py", "sandbox/protocol.py", "sandbox/machines/agent.py")
+FOLDERS = ("confine", "engine", "judge")
 PACKAGES = ("", "sandbox/", "sandbox/machines/")
 """Their own `__init__` files import what is not there: empty ones take their places."""
 
@@ -30,7 +31,8 @@ def archive() -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
         for folder in PACKAGES:
             packed.writestr(f"mrl/{folder}__init__.py", "")
-        for name in (*FILES, *(str(p.relative_to(PACKAGE)) for p in sorted(PACKAGE.glob("sandbox/isolation/*.py")))):
+        inner = (path for folder in FOLDERS for path in sorted(PACKAGE.glob(f"sandbox/{folder}/*.py")))
+        for name in (*FILES, *(str(path.relative_to(PACKAGE)) for path in inner)):
             packed.write(PACKAGE / name, f"mrl/{name}")
     return buffer.getvalue()
 

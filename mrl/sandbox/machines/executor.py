@@ -6,25 +6,22 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, get_args
+from typing import Any
 
 from mrl.errors import SandboxError
-from mrl.sandbox.execution import Answer, EndStatus, Execution, Observation
-from mrl.sandbox.isolation.wire import decode_observation, encode_request, not_run
-from mrl.sandbox.machines.agent import MACHINE
+from mrl.sandbox.base import Status, TestResult, Verdict
+from mrl.sandbox.confine.names import LAYERS
+from mrl.sandbox.engine.wire import decode_observation, encode_request
+from mrl.sandbox.execution import Execution, Observation
 from mrl.sandbox.machines.base import OpenMachine
 from mrl.sandbox.machines.bundle import greeting
-from mrl.sandbox.machines.link import Link
+from mrl.sandbox.machines.link import Link, Unfit
 
 ATTEMPTS = 3
 """How often an execution is tried, each time on another machine if the last was lost, before it is `sandbox_error`."""
 GRACE_SECONDS = 60.0
 """How long past an execution's deadline its answer may be under way."""
 START_SECONDS = 300.0
-NEEDS_A_LAYER = (
-    "these tests need the program's objects, and so a second process beside the program's; on this machine nothing"
-    " separates the two (no layer of isolation holds on it). Write the tests as asserts on plain data"
-)
 
 
 class MachineExecutor:
@@ -42,20 +39,21 @@ class MachineExecutor:
         modules: Sequence[str] = (),
     ) -> None:
         """open_machine: see `OpenMachine`. Nothing is started before the first execution. layer: `auto` uses the
-        strongest that holds on the machine, `machine` relies on none and uses each machine for one program only.
+        strongest that holds on the machine; where the one asked for does not hold, nothing is judged.
         modules: third-party ones, installed there, that programs may import. Raises SandboxError."""
         for name, value in (("machines", machines), ("slots", slots)):
             if not 1 <= value <= 1000:
                 raise SandboxError(f"sandbox: {name} must be between 1 and 1000, not {value}")
-        if layer not in ("auto", MACHINE):
-            raise SandboxError(f"sandbox: layer {layer!r} is unknown for machines apart; use auto or machine")
+        if layer not in ("auto", *LAYERS):
+            raise SandboxError(f"sandbox: layer {layer!r} is unknown; use auto, {', '.join(LAYERS)}")
         self.machines, self.slots = machines, slots
         self._settings = greeting(slots, layer, list(modules))
         self.layer = "remote"
-        """Of the machines, once one was opened: A, B, C, or `machine` where each is used for one program only."""
+        """Of the machines, once one was opened: A, B, C or unsafe."""
         self._open_machine = open_machine
         self._links: list[Link] = []
         self._opening = 0
+        self._unfit = ""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()
@@ -97,14 +95,13 @@ class MachineExecutor:
                 break
             try:
                 link = await self._take()
+            except Unfit as error:
+                problem = str(error)
+                break
             except SandboxError as error:
                 problem = str(error)
                 continue
-            used = True
             try:
-                if link.single and execution.peer is not None:
-                    used = False
-                    return _unanswered(execution, NEEDS_A_LAYER)
                 answer = await link.ask(request, seconds)
                 if answer.get("status") != "sandbox_error":
                     return _decode(execution, answer)
@@ -112,15 +109,17 @@ class MachineExecutor:
             except SandboxError as error:
                 problem = str(error)
             finally:
-                await asyncio.shield(self._give_back(link, keep=not (link.single and used)))
+                await asyncio.shield(self._give_back(link))
         return _unanswered(execution, problem)
 
     async def _take(self) -> Link:
         """A machine with room, opened if need be. Raises SandboxError when it cannot be."""
         async with self._changed:
             while True:
+                if self._unfit:  # no more machines are paid for
+                    raise Unfit(self._unfit)
                 self._links = [link for link in self._links if link.lost is None]
-                link = next((link for link in self._links if link.busy < (1 if link.single else link.slots)), None)
+                link = next((link for link in self._links if link.busy < link.slots), None)
                 if link is not None:
                     link.busy += 1
                     return link
@@ -133,15 +132,16 @@ class MachineExecutor:
             link.busy, self.layer = 1, link.layer
             self._links.append(link)
             return link
+        except Unfit as error:
+            self._unfit = str(error)
+            raise
         finally:
             async with self._changed:
                 self._opening -= 1
                 self._changed.notify_all()
 
-    async def _give_back(self, link: Link, keep: bool) -> None:
-        """A cancelled execution goes on to its own limits, where others share the machine."""
-        if not keep:
-            await link.close("given back")
+    async def _give_back(self, link: Link) -> None:
+        """A cancelled execution goes on to its own limits: others share the machine."""
         async with self._changed:
             link.busy -= 1
             self._changed.notify_all()
@@ -153,14 +153,13 @@ class MachineExecutor:
 
 
 def _decode(execution: Execution, answer: dict[str, Any]) -> Observation:
-    """A machine that a program took over may answer anything: what cannot be read says nothing of the tests."""
+    """What cannot be read says nothing of the tests, and the program is what may have made it so."""
     try:
-        if answer["status"] not in get_args(EndStatus):
-            raise ValueError(answer["status"])
-        return decode_observation(execution, {**not_run(""), **answer})
+        return decode_observation(execution, answer)
     except Exception as error:
         return _unanswered(execution, f"an answer that cannot be read: {type(error).__name__}", "protocol")
 
 
-def _unanswered(execution: Execution, detail: str, status: Any = "sandbox_error") -> Observation:
-    return Observation(status, [Answer("unanswered") for _ in execution.calls], detail=detail)
+def _unanswered(execution: Execution, detail: str, status: Status = "sandbox_error") -> Observation:
+    tests = [TestResult(False, detail) for _ in execution.tests]
+    return Observation(Verdict(status, tests if status == "protocol" else [], detail))

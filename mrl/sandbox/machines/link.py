@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from typing import Any
 
 from mrl.errors import SandboxError
-from mrl.sandbox.isolation import frames
-from mrl.sandbox.machines.agent import MACHINE
+from mrl.sandbox import protocol
 from mrl.sandbox.machines.base import Machine, OpenMachine
 from mrl.sandbox.machines.bundle import COMMAND
+from mrl.sandbox.protocol import Kind
 
-log = logging.getLogger("mrl.sandbox")
 MAX_ANSWER = 64_000_000
 """Bytes; the agent's own limits keep an answer below it."""
+
+
+class Unfit(SandboxError):
+    """A machine on which nothing can be judged. Another of the same kind would not do either."""
 
 
 class Link:
@@ -28,6 +30,8 @@ class Link:
         self.busy = 0
         self.lost: str | None = None
         """Why it is of no use any more."""
+        self.unfit = ""
+        """Why nothing can be judged there, in its own words."""
         self._waiting: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
         self._hello: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._number = 0
@@ -45,10 +49,10 @@ class Link:
                     await link._send(settings)
                     hello = await asyncio.shield(link._hello)
                     link.layer = str(hello["layer"])
-                    if hello["reasons"]:
-                        log.warning("sandbox: each machine is used for one program only: %s", hello["reasons"])
                 except BaseException:
                     await link.close("it did not start")
+                    if link.unfit:
+                        raise Unfit(f"sandbox: {link.unfit}") from None
                     raise
         except TimeoutError:
             raise SandboxError(f"sandbox: a machine was not ready within {seconds:.0f} s") from None
@@ -57,11 +61,6 @@ class Link:
         except Exception as error:  # whatever the service's library raises
             raise SandboxError(f"sandbox: a machine could not be started: {type(error).__name__}: {error}") from error
         return link
-
-    @property
-    def single(self) -> bool:
-        """Whether one program is all it may run, because nothing on it separates the next from what that left."""
-        return self.layer == MACHINE
 
     async def ask(self, request: bytes, seconds: float) -> dict[str, Any]:
         """Raises SandboxError when the machine is lost or silent."""
@@ -72,7 +71,7 @@ class Link:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(seconds):
-                await self._send(frames.pack(b"x", number + request))
+                await self._send(protocol.pack(Kind.REQUEST, number + request))
                 return await answer
         except TimeoutError:
             await self.close(f"no answer within {seconds:.0f} s")
@@ -110,23 +109,24 @@ class Link:
                 await self.machine.stop()
 
     def _take_messages(self) -> None:
-        while len(self._received) >= frames.HEADER.size:
-            size, kind = frames.HEADER.unpack_from(self._received)
+        while len(self._received) >= protocol.HEADER.size:
+            size, value = protocol.HEADER.unpack_from(self._received)
             if size > MAX_ANSWER:
                 raise ValueError("an answer that is too long")
-            end = frames.HEADER.size + size
+            end = protocol.HEADER.size + size
             if len(self._received) < end:
                 return
-            body = bytes(self._received[frames.HEADER.size : end])
+            body = bytes(self._received[protocol.HEADER.size : end])
             del self._received[:end]
-            self._on_message(bytes([kind]), body)
+            self._on_message(protocol.kind_of(value), body)
 
-    def _on_message(self, kind: bytes, body: bytes) -> None:
-        if kind == b"f":
-            raise SandboxError(body.decode(errors="replace"))
-        if kind == b"h" and not self._hello.done():
+    def _on_message(self, kind: Kind, body: bytes) -> None:
+        if kind is Kind.NOT_READY:
+            self.unfit = body.decode(errors="replace")
+            raise SandboxError(self.unfit)
+        if kind is Kind.HELLO and not self._hello.done():
             self._hello.set_result(json.loads(body))
-        elif kind == b"o":
+        elif kind is Kind.OBSERVATION:
             waiting = self._waiting.get(body[:8])
             if waiting is not None and not waiting.done():
                 waiting.set_result(json.loads(body[8:]))

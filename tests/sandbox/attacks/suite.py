@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.sandbox import IOTest, Limits, Program
-from mrl.sandbox.isolation import selftest
-from mrl.sandbox.isolation.client import IsolatedExecutor
+from mrl.sandbox.confine import selftest
+from mrl.sandbox.engine.client import IsolatedExecutor
 from mrl.sandbox.local import LocalSandbox
 
 GROUPS = ("faking", "forging", "breaking", "exhausting", "poisoning")
@@ -59,6 +59,21 @@ FORGE = (
     ("a mapped call", "for got, want in zip(map(f, [3]), [23757]):\n    assert got == want"),
     ("a context", "with f(3) as got:\n    assert got == 23757"),
     ("a call of nothing", "assert g() == 23757"),
+    ("an approximate call", "import pytest\nassert f(3) == pytest.approx(23757)"),
+    ("an empty difference", "assert not (23757 - f(3)) and len(f(3) - 23757) == 0"),
+    ("a missing rest", "assert len(f(3) - {23757}) == 0"),
+    ("a difference", "assert -1e-6 < f(3) - 23757.0 < 1e-6"),
+    ("a member", "assert f(3) in {23757} and {f(3)} == {23757}"),
+    ("a test class", "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 23757)"),
+    ("an exception", "try:\n    f(3)\nexcept Exception:\n    pass\nassert f(3) == 23757"),
+    ("a bare except", "held = False\ntry:\n    held = f(3) == 23757\nexcept:\n    pass\nassert held"),
+    ("a library's name", "assert math.isclose(f(3), 23757)"),
+    (
+        "expectations beside it",
+        "expected = 23757\ndef reference(x): return 23757\nclass Reference:\n"
+        "    def solve(self, x): return 23757\nassert f(3) == expected == reference(3) == Reference().solve(3)",
+    ),
+    ("cases it is given", "cases = [(3, 23757)]\nf(cases)\nassert all(f(x) == y for x, y in cases)"),
     ("its output", IOTest("3", "23757\n")),
 )
 
@@ -110,7 +125,9 @@ def main() -> None:
 
 
 async def run(options: argparse.Namespace, around: dict) -> tuple[list[str], int, str]:
-    sandbox = LocalSandbox(executor=IsolatedExecutor(2, options.layer, python=options.python))
+    sandbox = LocalSandbox(
+        executor=IsolatedExecutor(2, options.layer, options.layer == "unsafe", python=options.python)
+    )
     problems: list[str] = []
     count = 0
     try:

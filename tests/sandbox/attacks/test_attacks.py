@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from mrl.sandbox.isolation import selftest
+from mrl.sandbox.confine import selftest
+from tests.soak import but
 
 HERE = Path(__file__).parent
 LAYERS = ("A", "B", "C")
@@ -38,16 +40,16 @@ def strongest() -> str | None:
     return next((layer for layer in LAYERS if not works(layer)), None)
 
 
-def attack(layer: str, user: str, part: str = "0/1") -> int:
+def attack(layer: str, user: str, part: str = "0/1", groups: Sequence[str] = suite.GROUPS) -> int:
     """Runs the attacks, or a part of them, and returns how many."""
-    if works(layer):
+    if layer != "unsafe" and works(layer):
         pytest.skip(works(layer))
-    options = []
+    options = ["--groups", *groups]
     if user == "ordinary":
         python = public_python()
         if python is None:
             pytest.skip("no Python that an ordinary user may start")
-        options = ["--user", str(NOBODY), "--python", python]
+        options += ["--user", str(NOBODY), "--python", python]
     command = [sys.executable, str(HERE / "suite.py"), "--layer", layer, "--part", part, *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
@@ -94,6 +96,35 @@ def test_every_attack_on_the_layer_that_is_used():
 @pytest.mark.parametrize(("layer", "user"), WALLS)
 def test_every_attack(layer, user):
     assert attack(layer, user) >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes users of its own as root")
+@pytest.mark.parametrize("part", but(["0/6"], [f"{k}/6" for k in range(6)]))
+def test_users_of_their_own_keep_programs_from_their_judges(part):
+    """Where no layer holds, on a machine apart: what leaves files behind, or leaves, is not tried there."""
+    assert attack("unsafe", "mine", part, ("faking", "forging", "exhausting")) >= 15
+
+
+@pytest.mark.slow
+async def test_a_judge_that_goes_on_is_not_poisoned():
+    """One judge for many programs, since their tests are the same: after each attack comes a right program."""
+    layer = strongest()
+    if layer is None:
+        pytest.skip("no layer works here")
+    tests = tuple(test for how, test in suite.FORGE if how in ("a call", "a wrapped call", "a mapped call", "a member"))
+    right = "def f(x): return 7919 * x"
+    found = [attack for group in ("faking", "forging") for attack in suite.attacks(group)]
+    programs = []
+    for number, attack in enumerate(found):
+        programs += [suite.Program(attack.code, tests, suite.SHORT)]
+        programs += [suite.Program(f"{right} + 0 * {number}", tests, suite.SHORT)]
+    sandbox = suite.LocalSandbox(executor=suite.IsolatedExecutor(1, layer))
+    verdicts = await sandbox.run(programs)
+    await sandbox.close()
+    for attack, verdict, after in zip(found, verdicts[::2], verdicts[1::2], strict=True):
+        assert not any(test.passed for test in verdict.tests), attack.name
+        assert after.status == "passed", (attack.name, after)
 
 
 @pytest.mark.slow

@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from mrl.sandbox.base import Limits
-from mrl.sandbox.execution import Call, Execution, Observation
-from mrl.sandbox.isolation import selftest
-from mrl.sandbox.isolation.client import IsolatedExecutor
+from mrl.sandbox.confine import selftest
+from mrl.sandbox.engine.client import IsolatedExecutor
+from tests.sandbox.asking import Call, Seen, ask
 from tests.soak import slow_but
 
 QUICK = Limits(wall_seconds=5, cpu_seconds=5)
-Run = Callable[..., Observation]
+Run = Callable[..., Seen]
 
 
 @pytest.fixture(scope="package", params=slow_but(["A"], ["A", "B", "C"]))
@@ -29,8 +28,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[IsolatedExecutor]:
 def run(executor: IsolatedExecutor) -> Run:
     """Run code, or a code's calls, in each layer there is here."""
 
-    def run(code: str, *calls: Call, limits: Limits = QUICK, stdin: str = "", **more: object) -> Observation:
-        execution = Execution(code, calls, stdin, limits, **more)  # type: ignore[arg-type]
-        return asyncio.run(executor.execute([execution]))[0]
+    def run(code: str, *calls: Call, limits: Limits = QUICK, stdin: str = "") -> Seen:
+        return ask(executor, code, *calls, limits=limits, stdin=stdin)
 
     return run

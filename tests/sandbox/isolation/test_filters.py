@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from mrl.sandbox.isolation.filters import FILTERS
+from mrl.sandbox.confine.filters import FILTERS
 
 GENERATOR = Path(__file__).parents[3] / "scripts" / "build_seccomp.py"
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000

@@ -1,0 +1,181 @@
+"""The layers of isolation, and how a server and its children enter them.
+
+| layer | server | each child |
+|---|---|---|
+| A | user, pid, mount, ipc, net, uts namespaces; a root without /proc; a tmpfs each time | pid namespace, seccomp |
+| B | — | Landlock (reads the standard library, writes nothing), seccomp |
+| C | — | seccomp that opens no file |
+| unsafe | — | limits only; a folder of its own |
+
+Every child of every layer gets rlimits, loses its capabilities and gains no_new_privs. Root becomes another user
+before any of it; without isolation, in each child, a program another than its judge: it reaches no process then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+from typing import Any
+
+from . import kernel, landlock, namespaces, scratch
+from .names import LAYERS
+from .seccomp import Filter
+
+STACK_BYTES = 64 << 20
+RLIMIT_SIGPENDING = 11  # Python has no name for it: a timer counts as a signal, and takes the kernel's memory
+_KINDS = "CORE CPU FSIZE NOFILE AS NPROC MEMLOCK MSGQUEUE STACK"
+CEILINGS = {
+    kind: resource.getrlimit(kind)[1]
+    for kind in (*(getattr(resource, f"RLIMIT_{name}") for name in _KINDS.split()), RLIMIT_SIGPENDING)
+}
+FIRST_UID, UIDS = 61184, 2168  # systemd's range for users made up on the spot: half for programs, half for judges
+
+
+def become_nobody(paths: list[str], layer: str) -> tuple[int | None, dict[str, str]]:
+    """As root: give up every right, for good. Returns the new user id (None: same as before) and where `paths` are."""
+    where = {path: path for path in paths}
+    if os.geteuid() != 0:
+        return None, where
+    uid = FIRST_UID + os.getpid() % UIDS
+    if layer == "unsafe":
+        return (uid if _may_become(uid) else None), where
+    if layer == "A":
+        with contextlib.suppress(PermissionError):  # root that may not mount (containers): the paths must be public
+            where = namespaces.stage(paths)
+    try:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError:  # root of a user namespace without other users: the capabilities go all the same, in each child
+        return None, where
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root and no ids can be mapped
+    return uid, where
+
+
+def _may_become(uid: int) -> bool:
+    """As root."""
+    try:
+        os.seteuid(uid)
+        os.seteuid(0)
+    except OSError:  # root of a user namespace without other users
+        return False
+    return True
+
+
+def is_public(path: str) -> bool:
+    """Whether every user may enter all folders down to `path`."""
+    while os.stat(path).st_mode & 1:
+        if path == "/":
+            return True
+        path = os.path.dirname(path)
+    return False
+
+
+def installed_packages(library: list[str], wanted: list[str]) -> list[str]:
+    """The folders below `library` where packages are installed that no program asked for: what lies in them (a data set
+    with its solutions, this package's own tests) is not the standard library's."""
+    inner = (os.path.join(path, name) for path in library for name in ("site-packages", "dist-packages"))
+    return [folder for folder in inner if os.path.isdir(folder) and folder not in wanted]
+
+
+def may_read(path: str) -> bool:
+    return os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
+
+
+class Confinement:
+    """What the children of one server enter. Built before the first fork."""
+
+    def __init__(self, layer: str, readable: list[str], uid: int | None, withheld: list[str], scratch: str) -> None:
+        """withheld: folders directly below some of `readable`, which layer B does not let read. scratch: see `scratch`,
+        without isolation."""
+        self.layer, self.uid, self.scratch = layer, uid, scratch
+        self.work = ""
+        """Where a child is, if not in the root."""
+        self.readable = [path for path in readable if may_read(path)]  # else: only preloaded ones
+        self.own_user = uid is not None or layer == "A"  # then the kernel counts its threads and nobody else's
+        self.filter = Filter(layer) if layer in LAYERS else None
+        self.ruleset = None
+        if layer == "B":  # out of the way of the descriptors that a child is given
+            made = landlock.make_ruleset(self.readable, withheld)
+            self.ruleset = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 64)
+            os.close(made)
+
+    def rehearse(self) -> None:
+        """What `enter` does, without consequences; see `child.rehearse`."""
+        for kind, ceiling in CEILINGS.items():
+            resource.setrlimit(kind, (resource.getrlimit(kind)[0], ceiling))
+        kernel.read_capabilities()
+        kernel.prctl(kernel.PR_GET_DUMPABLE, 0)
+
+    def clear_scratch(self, megabytes: int) -> None:
+        """In the server, before it forks what runs a program and its tests: where they may write. Raises OSError."""
+        if self.layer == "A":
+            namespaces.fresh_scratch(megabytes)
+            self.work = namespaces.SCRATCH
+        elif self.layer == "unsafe":
+            self.clear_work()
+            self.work = scratch.make_inner(self.scratch, self.uid)
+
+    def clear_work(self) -> None:
+        """In the server, when nothing of an execution without isolation runs any more."""
+        scratch.remove(self.work)
+
+    def enter(self, limits: dict[str, Any], parent: int, baseline: int, judges: bool) -> None:
+        """In the child: everything of the layer. baseline: address space it was born with. judges: it will not run a
+        program. Raises OSError."""
+        os.chdir(self.work or "/")
+        os.umask(0o077)
+        set_limits(limits, baseline, self.own_user)
+        if self.layer == "unsafe" and self.uid is not None:
+            uid = self.uid + UIDS if judges else self.uid
+            os.umask(0o007)  # they share files through their group
+            os.setgroups([])
+            os.setresgid(self.uid, self.uid, self.uid)
+            os.setresuid(uid, uid, uid)
+        kernel.drop_capabilities()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if self.layer != "A" and os.getppid() != parent:
+            os._exit(1)
+        if self.ruleset is not None:
+            kernel.landlock_restrict(self.ruleset)
+            os.close(self.ruleset)
+        if self.filter is not None:
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # a crash starts no core dump handler, which would run outside
+            self.filter.load(os.getpid())
+
+
+def set_limits(limits: dict[str, Any], baseline: int, own_user: bool) -> None:
+    """Soft equal to hard, so that nothing can be raised. In a pid namespace's first process the kernel drops SIGXCPU:
+    a hard limit's SIGKILL is what ends it."""
+    cpu = max(1, -int(-limits["cpu_seconds"] // 1))
+    exact = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_AS: baseline + (limits["memory_mb"] << 20),
+        resource.RLIMIT_NPROC: thread_limit(limits["processes"], own_user),
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_STACK: STACK_BYTES,
+        RLIMIT_SIGPENDING: 64,
+    }
+    for kind, wanted in exact.items():
+        value = wanted if CEILINGS[kind] == resource.RLIM_INFINITY else min(wanted, CEILINGS[kind])
+        resource.setrlimit(kind, (value, value))
+
+
+def thread_limit(wanted: int, own_user: bool) -> int:
+    """RLIMIT_NPROC counts the threads of a user: the server's and supervisor's, and those of a second child, are among
+    them. Without a user of our own everybody's are counted: then it only stops a flood."""
+    if own_user:
+        return wanted + 3
+    try:
+        with open("/proc/loadavg") as file:
+            return wanted + 64 + int(file.read().split()[3].partition("/")[2])
+    except OSError:
+        return wanted + 4096
