@@ -19,7 +19,7 @@ from mrl.weights.tensors import FILE
 
 _POLL_SECONDS = 0.05
 
-WAIT = 0.9
+WAIT = 0.75
 """Share of the deadline that workers wait for a version to appear, so that they say what is missing in time."""
 
 
