@@ -113,6 +113,9 @@ class ProcessBackend:
             shutil.copytree(there, here.with_name(f"{here.name}.partial"))
             here.with_name(f"{here.name}.partial").rename(here)
 
+    def scorers(self) -> ProcessBackend:
+        return self
+
     async def close(self) -> None:
         await asyncio.gather(*(handle.kill() for handle in self.handles))
         self.handles.clear()

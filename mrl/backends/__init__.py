@@ -12,7 +12,11 @@ from mrl.registry import Registry
 BACKENDS: Registry[type[Backend]] = Registry(
     "backends",
     "backend",
-    {"inline": "mrl.backends.inline:InlineBackend", "ray": "mrl.backends.ray:RayBackend"},
+    {
+        "inline": "mrl.backends.inline:InlineBackend",
+        "ray": "mrl.backends.ray:RayBackend",
+        "modal": "mrl.backends.modal:ModalBackend",
+    },
 )
 
 __all__ = ["BACKENDS", "Backend", "Resources", "WorkerHandle", "check_backend", "make_backend"]

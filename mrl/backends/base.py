@@ -103,6 +103,10 @@ class Backend(Protocol):
         gone afterwards. Does nothing where the disk is shared. Raises OSError and WorkerDied."""
         ...
 
+    def scorers(self) -> Backend:
+        """The backend of workers that score: this one, or that of the process which runs the loop."""
+        ...
+
     async def close(self) -> None:
         """End every worker, and remove what `put` has copied."""
         ...

@@ -92,6 +92,7 @@ async def spawn_rewards(
     """The workers that score. note: told of each replacement. folder: the run's."""
     from mrl.workers.reward import RewardWorker
 
+    backend = backend.scorers()
     args = reward_worker_args(config.reward)
     args["reward_funcs"] = await rewards_for(backend, args["reward_funcs"])
     # Where a step takes the groups that end first, runs are not reproducible, and calls need not wait for each other.

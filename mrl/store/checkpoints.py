@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import CheckpointError
+from mrl.system import shared_disk
 
 MANIFEST = "manifest.json"
 STATE = "trainer/state.json"
@@ -109,6 +110,7 @@ def write_checkpoint(path: Path, write_files: Callable[[Path], None], state: dic
             shutil.rmtree(path)
         os.replace(partial, path)
         _flush_folder(path.parent)
+        shared_disk.commit(path)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) or "No space left" in str(error) or "I/O error" in str(error):

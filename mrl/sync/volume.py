@@ -14,6 +14,7 @@ from pathlib import Path
 from mrl.backends.base import WorkerHandle
 from mrl.errors import SyncError
 from mrl.sync.base import WeightSync
+from mrl.system import shared_disk
 from mrl.types import WeightRef
 from mrl.weights.tensors import FILE
 
@@ -48,14 +49,13 @@ def pull(ref: WeightRef, folder: Path) -> WeightRef:
     assert ref.path is not None
     assert ref.pull_seconds is not None
     source, end = Path(ref.path), time.monotonic() + ref.pull_seconds
-    while not source.is_dir():
-        if time.monotonic() > end:
-            raise SyncError(f"{source} did not appear here within {ref.pull_seconds:.0f} s; is the disk shared?")
-        time.sleep(_POLL_SECONDS)
     target = folder / source.name
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(source, target)
+        while not shared_disk.bring(source, target):
+            if time.monotonic() > end:
+                raise SyncError(f"{source} did not appear here within {ref.pull_seconds:.0f} s; is the disk shared?")
+            time.sleep(_POLL_SECONDS)
     except OSError as error:
         raise SyncError(f"{source} could not be copied to {folder}: {error}") from error
     return WeightRef(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import SyncError
-from mrl.system import scratch
+from mrl.system import scratch, shared_disk
 from mrl.types import WeightKind, WeightRef
 from mrl.weights.checksum import checksum
 from mrl.weights.tensors import FILE, MadeTensors, write_file
@@ -60,6 +60,8 @@ def publish_folder(
         for path in versions(folder):  # later ones are left over from a run that was resumed at an earlier step
             if path != final and path not in before[len(before) - keep + 1 :]:
                 shutil.rmtree(path)
+        if durable:
+            shared_disk.commit(folder)
     except OSError as error:
         raise _not_written(folder, error) from error
     return final

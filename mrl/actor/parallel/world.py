@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -18,6 +19,8 @@ VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 """Of the environment, beside WORLD_SIZE and LOCAL_RANK, as torchrun sets them."""
 T = TypeVar("T")
 P = ParamSpec("P")
+_LEAVING_SECONDS = 2.0
+"""How long a rank that leaves waits for the others to leave too."""
 _OF_COLLECTIVES = ("gloo", "nccl", "connection closed", "connection reset", "timed out waiting", "process group")
 """In the messages of errors that come out of collective operations: gloo's have no type of their own."""
 
@@ -121,6 +124,8 @@ class Ranks(World):
 
     def close(self) -> None:
         if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # nobody takes the group apart while another one still speaks
+                dist.monitored_barrier(timeout=timedelta(seconds=_LEAVING_SECONDS))
             dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -71,6 +72,7 @@ def processes(size: int) -> Iterator[Processes]:
 def _serve(pipe: Any, env: dict[str, str]) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
+    faulthandler.enable()
     while True:
         try:
             work, args = pipe.recv()

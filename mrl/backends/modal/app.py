@@ -1,0 +1,121 @@
+"""The Modal app: its classes and its function. Modal imports this module in every container.
+
+A class of Modal's with `max_containers=1` and parameters of its own is one worker, addressable alone: N workers of one
+class without parameters would be one pool, of which a weight sync would reach some.
+"""
+
+# Modal reads the types of parameters, so annotations are not put off here.
+
+import asyncio
+from typing import Any
+
+import cloudpickle
+import modal
+import modal.experimental
+
+from mrl.backends.modal.host import CONTROL_INPUTS, Host
+from mrl.backends.modal.images import rollout_image, training_image
+from mrl.backends.modal.settings import LONGEST, Settings
+from mrl.backends.modal.storage import STORAGE, Mounted
+from mrl.system import shared_disk
+
+settings = Settings.from_environment()
+app = modal.App(settings.app)
+volume = modal.Volume.from_name(settings.volume, create_if_missing=True, version=2)
+_secrets = [modal.Secret.from_name(name) for name in settings.secrets]
+_training, _sampling = training_image(settings), rollout_image(settings)
+_common: dict[str, Any] = {"volumes": {str(STORAGE): volume}, "secrets": _secrets, "timeout": LONGEST}
+_one: dict[str, Any] = {**_common, "max_containers": 1, "scaledown_window": 300}
+_inputs = settings.concurrent_inputs + CONTROL_INPUTS
+
+
+class Worker:
+    """What all classes do: `Host` answers."""
+
+    ranks: int
+
+    @modal.enter()
+    def begin(self) -> None:
+        shared_disk.register(Mounted(volume))
+        self.host = Host(self.ranks)
+
+    @modal.method()
+    async def answer(self, place: int, content: bytes, begins: bool) -> bytes:
+        answer = await self.host.answer(place, content, begins=begins)
+        await self._leave_unless_begun()
+        return answer
+
+    @modal.method()
+    async def give_up(self, place: int, worker: str, number: int) -> None:
+        await self.host.give_up(place, worker, number)
+
+    @modal.method()
+    async def hold(self, seconds: float) -> bool:
+        held = await self.host.hold(seconds)
+        await self._leave_unless_begun()
+        return held
+
+    @modal.method()
+    async def leave(self) -> None:
+        await modal.experimental.stop_fetching_inputs.aio()
+
+    async def _leave_unless_begun(self) -> None:
+        """A container that took a lost one's place is of no use, and costs money."""
+        if not self.host.begun.is_set():
+            await modal.experimental.stop_fetching_inputs.aio()
+
+
+# Of each class: which run and worker it is, how many before it had this name, and how many processes it is.
+
+
+@app.cls(image=_training, **_one)
+@modal.concurrent(max_inputs=_inputs)
+class ActorWorker(Worker):
+    """Trains."""
+
+    run: str = modal.parameter(default="")
+    worker: str = modal.parameter(default="")
+    before: int = modal.parameter(default=0)
+    ranks: int = modal.parameter(default=1)
+
+
+@app.cls(image=_training, **_one)
+@modal.concurrent(max_inputs=_inputs)
+class RolloutWorker(Worker):
+    """Samples, with the engine `transformers`."""
+
+    run: str = modal.parameter(default="")
+    worker: str = modal.parameter(default="")
+    before: int = modal.parameter(default=0)
+    ranks: int = modal.parameter(default=1)
+
+
+@app.cls(image=_sampling, **_one)
+@modal.concurrent(max_inputs=_inputs)
+class VLLMRolloutWorker(Worker):
+    """Samples, with vLLM."""
+
+    run: str = modal.parameter(default="")
+    worker: str = modal.parameter(default="")
+    before: int = modal.parameter(default=0)
+    ranks: int = modal.parameter(default=1)
+
+
+@app.cls(image=_training, **_one)
+@modal.concurrent(max_inputs=_inputs)
+class EnvironmentWorker(Worker):
+    """Whatever computes on no GPU: environments."""
+
+    run: str = modal.parameter(default="")
+    worker: str = modal.parameter(default="")
+    before: int = modal.parameter(default=0)
+    ranks: int = modal.parameter(default=1)
+
+
+@app.function(image=_training, **_common)
+async def loop(work: bytes) -> bytes:
+    """A run's loop: what is sent is called, and what it returns is sent back, pickled. When the container dies, Modal
+    calls it again in another one."""
+    shared_disk.register(Mounted(volume))
+    result: Any = await asyncio.to_thread(cloudpickle.loads(work))
+    return cloudpickle.dumps(result)

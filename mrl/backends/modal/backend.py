@@ -1,0 +1,182 @@
+"""Workers in containers of Modal's: one container each."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mrl.backends.base import Resources, WorkerHandle
+from mrl.backends.inline import InlineBackend
+from mrl.backends.modal.connection import connect, disconnect
+from mrl.backends.modal.gpus import modal_gpu
+from mrl.backends.modal.link import Container, ModalLink
+from mrl.backends.modal.settings import LONGEST, Settings, require_modal
+from mrl.backends.modal.storage import Storage, folder_of, storage_of
+from mrl.backends.remote import RemoteHandle
+from mrl.system.gather import all_of
+
+SCORES = "reward-"
+"""How the names of workers begin that score."""
+DEFAULT_GPU = {"actor": "A100", "rollout": "A10"}
+"""By role, where none is asked for."""
+
+
+class ModalBackend:
+    """app, volume: their names at Modal; a volume that is named has to be there, the default one is made.
+    secrets: names of secrets that containers get, e.g. of a Hugging Face token.
+    packages: that containers need besides mrl's own, as pip names them.
+    concurrent_inputs: calls that a container takes at a time.
+    scaledown_window: seconds that Modal keeps a container after its run's loop has vanished.
+    region, cloud: Modal's, for all containers.
+    memory_mb: of containers with a GPU; None = Modal's default.
+    output: show what containers print.
+    """
+
+    shares_memory = shares_disk = False
+    common_disk = True
+    sync_method = "volume"
+
+    def __init__(
+        self,
+        call_timeout: float,
+        app: str = Settings.app,
+        volume: str | None = None,
+        secrets: Sequence[str] = (),
+        packages: Sequence[str] = (),
+        concurrent_inputs: int = Settings.concurrent_inputs,
+        scaledown_window: int = 300,
+        region: str | None = None,
+        cloud: str | None = None,
+        memory_mb: int | None = None,
+        output: bool = False,
+    ) -> None:
+        self.call_timeout = call_timeout
+        self.settings = Settings.of(
+            {
+                "app": app,
+                "volume": Settings.volume if volume is None else volume,
+                "secrets": secrets,
+                "packages": packages,
+                "concurrent_inputs": concurrent_inputs,
+            }
+        )
+        self.made = ["volume"] if volume is None else []
+        self.output, self.memory_mb = output, memory_mb
+        self.placement = {name: value for name, value in (("region", region), ("cloud", cloud)) if value is not None}
+        self.scaledown_window = scaledown_window
+        self.module: Any = None
+        self.connecting = asyncio.Lock()
+        self.storage: Storage | None = None
+        self.handles: list[RemoteHandle] = []
+        self.names: dict[str, itertools.count[int]] = {}
+        self.run = uuid.uuid4().hex[:12]
+        self.passing: set[str] = set()
+        """Folders on the Volume that nobody needs once the run is over."""
+        self.shared: dict[str, Container] = {}
+        """Containers with several workers, by the name that these have in common."""
+        self.here = InlineBackend(call_timeout)
+        """Of the workers that score: they are where the loop is."""
+
+    @staticmethod
+    def check(resources: list[Resources], **options: Any) -> None:
+        """Raises ConfigError, also without modal; asks nobody."""
+        ModalBackend(1.0, **options)
+        require_modal()
+        for needs in resources:
+            gpu_option(needs, "actor")
+
+    async def reserve(self, workers: Mapping[str, Resources]) -> None:
+        """Modal has no reservations. Raises ConfigError for what is missing there, and then starts the app."""
+        await self._connect()
+
+    async def spawn(self, worker: type, *, name: str, resources: Resources, args: dict[str, Any]) -> WorkerHandle:
+        if name.startswith(SCORES):
+            return await self.here.spawn(worker, name=name, resources=resources, args=args)
+        await self._connect()
+        link = ModalLink(name, self._container(name, resources, vllm=args.get("engine") == "vllm"))
+        handle = RemoteHandle(name, link, self.call_timeout)
+        self.handles.append(handle)
+        try:
+            await handle.start(worker, args)
+        except BaseException:
+            self.handles.remove(handle)
+            await link.end()
+            raise
+        return handle
+
+    async def put(self, path: Path) -> str:
+        """To the Volume, by content: what is there is not sent again. Raises OSError."""
+        await self._connect()
+        assert self.storage is not None
+        return await self.storage.put(path)
+
+    def folder(self, run_dir: Path, name: str) -> str:
+        there = folder_of(run_dir)
+        if name != "checkpoints":
+            self.passing.add(f"{there}/{name}")
+        return f"{there}/{name}"
+
+    async def fetch(self, worker: WorkerHandle, there: str, here: Path) -> None:
+        assert self.storage is not None
+        await self.storage.fetch(there, here)
+
+    def scorers(self) -> InlineBackend:
+        """Reward functions run where the loop runs, which may be the only place that has what they need."""
+        return self.here
+
+    async def close(self) -> None:
+        handles, self.handles = self.handles, []
+        await all_of([self.here.close(), *(handle.kill() for handle in handles)])
+        if self.storage is not None:
+            await all_of([self.storage.remove(folder) for folder in sorted(self.passing)])
+            self.storage = None
+        await disconnect(self)
+
+    # --- inner ------------------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        async with self.connecting:
+            if self.storage is None:
+                self.module = await connect(self, self.settings, made=self.made, output=self.output)
+                self.storage = storage_of(self.module.volume)
+
+    def _container(self, name: str, resources: Resources, *, vllm: bool) -> Container:
+        """Of a worker; ranks that train together are in one."""
+        ranks = int(resources.env.get("WORLD_SIZE", "1"))
+        role = name.partition("-")[0]
+        shared = self.shared.get(role) if ranks > 1 else None
+        if shared is not None and shared.gone is None:
+            return shared
+        kind = {"actor": "ActorWorker", "rollout": "VLLMRolloutWorker" if vllm else "RolloutWorker"}
+        options: dict[str, Any] = {
+            **self.placement,
+            "cpu": resources.cpus * ranks,
+            "timeout": min(LONGEST, int(self.call_timeout) + 60),
+            "scaledown_window": self.scaledown_window,
+        }
+        env = {name: value for name, value in resources.env.items() if ranks == 1}
+        gpu = gpu_option(resources, role)
+        memory = resources.memory_mb or (self.memory_mb if gpu is not None else None)
+        options |= {name: value for name, value in (("gpu", gpu), ("memory", memory), ("env", env)) if value}
+        before = self.names.setdefault(name, itertools.count())
+        cls = getattr(self.module, kind.get(role, "EnvironmentWorker")).with_options(**options)
+        instance = cls(run=self.run, worker=role if ranks > 1 else name, before=next(before), ranks=ranks)
+        assert self.storage is not None
+        container = Container(instance, self.storage, self.settings.concurrent_inputs)
+        if ranks > 1:
+            self.shared[role] = container
+        return container
+
+
+def gpu_option(resources: Resources, role: str) -> str | None:
+    """What Modal takes as `gpu=` for a worker. role: decides the type where none is named. Raises ConfigError."""
+    ranks = int(resources.env.get("WORLD_SIZE", "1"))
+    number = resources.gpus * ranks
+    if resources.gpu is None or not number:
+        return None
+    kind = DEFAULT_GPU.get(role, DEFAULT_GPU["rollout"]) if resources.gpu == "any" else resources.gpu
+    return modal_gpu(kind, number)

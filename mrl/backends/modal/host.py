@@ -1,0 +1,185 @@
+"""What lives in a container: one worker, or all ranks of an actor, each in a process of its own.
+
+Light to import: what the worker computes with is imported with its class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import cloudpickle
+
+from mrl.backends.remote import Gone
+from mrl.backends.served import START, Answer, Served
+from mrl.backends.sockets import SocketLink, serve
+from mrl.system import shared_disk
+from mrl.system.threads import in_thread
+
+CONTROL_INPUTS = 8
+"""Inputs that a container takes beside calls: to hold it, and to give calls up."""
+
+LOST = ("gone", "its container is gone (preempted, recycled, or killed)")
+"""What a container answers that has taken the place of another one."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to a worker, as it travels. files: where those lie on the Volume that the caller has put there, by the
+    path that workers know them under."""
+
+    worker: str
+    number: int
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    files: Mapping[str, str]
+
+
+class _Server(Protocol):
+    """`Served` in this process, or the connection to one in another."""
+
+    async def ask(self, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer: ...
+
+    async def give_up(self, number: int) -> None: ...
+
+
+class Host:
+    """The workers of one container. Modal delivers inputs in any order, so each says which place it has among all.
+
+    ranks: how many processes there are to be; 1 = the worker lives in this one.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.workers: dict[str, _Server] = {}
+        self.begun = asyncio.Event()
+        """Set once a worker was to be made here: a container that takes a lost one's place gets its inputs, but not
+        this one."""
+        self.copying = asyncio.Lock()
+        self.next_place = 0
+        self.waiting: dict[int, asyncio.Future[None]] = {}
+
+    async def answer(self, place: int, content: bytes, *, begins: bool) -> bytes:
+        """Make a call, pickled; begins: it is a worker's first. Returns an Answer, or ("gone", why), pickled."""
+        if begins:
+            self.begun.set()
+        elif not self.begun.is_set():
+            return cloudpickle.dumps(LOST)
+        await self._in_turn(place)
+        try:
+            async with self.copying:  # calls stay in order
+                call: Call = cloudpickle.loads(content) if begins else await in_thread(cloudpickle.loads, content)
+                await in_thread(bring_files, call.files)
+                server = await self._server(call)
+        except Exception as error:
+            return cloudpickle.dumps(("raised", RuntimeError(f"the call could not be made there: {error}")))
+        if server is None:
+            return cloudpickle.dumps(LOST)
+        try:
+            answer = await server.ask(call.number, call.method, call.args, call.kwargs)
+        except Gone as error:
+            return cloudpickle.dumps(("gone", str(error)))
+        try:
+            return cloudpickle.dumps(answer)
+        except Exception as error:
+            problem = TypeError(f"{call.method}() returned what cannot travel: {error}")
+            return cloudpickle.dumps(("raised", problem))
+
+    async def give_up(self, place: int, worker: str, number: int) -> None:
+        """Cancel a call."""
+        if self.begun.is_set():
+            await self._in_turn(place)
+            if worker in self.workers:
+                with contextlib.suppress(Gone):
+                    await self.workers[worker].give_up(number)
+
+    async def hold(self, seconds: float) -> bool:
+        """Keep the container for so long. False, at once, where none of its worker's calls came first."""
+        if self.begun.is_set():
+            await asyncio.sleep(seconds)
+        return self.begun.is_set()
+
+    # --- inner ------------------------------------------------------------------------------------------------------
+
+    async def _in_turn(self, place: int) -> None:
+        if place != self.next_place:
+            turn = self.waiting[place] = asyncio.get_running_loop().create_future()
+            await turn
+            del self.waiting[place]
+        self.next_place = place + 1
+        waiting = self.waiting.get(self.next_place)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    async def _server(self, call: Call) -> _Server | None:
+        if call.method == START:
+            self.workers[call.worker] = (
+                Here(call.worker) if self.ranks == 1 else await start_process(call.worker, self.ranks)
+            )
+        return self.workers.get(call.worker)
+
+
+class Here:
+    """A worker in this process."""
+
+    def __init__(self, name: str) -> None:
+        self.served = Served(name)
+
+    async def ask(self, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer:
+        """See Served."""
+        return await self.served.answer(number, method, args, kwargs)
+
+    async def give_up(self, number: int) -> None:
+        """See Served."""
+        self.served.give_up(number)
+
+
+async def start_process(name: str, ranks: int) -> SocketLink:
+    """A process for one rank: `name` ends with its number."""
+    here, there = socket.socketpair()
+    number = name.rpartition("-")[2]
+    env = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(ranks)}
+    env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    command = [sys.executable, "-m", "mrl.backends.modal.host", name, str(there.fileno())]
+    subprocess.Popen(command, env=os.environ | env, pass_fds=[there.fileno()])
+    there.close()
+    here.setblocking(False)
+    link = SocketLink(name, here)
+    await link.open()
+    return link
+
+
+def bring_files(files: Mapping[str, str]) -> None:
+    """Copy from the Volume what is not here yet. Raises OSError."""
+    for path, source in files.items():
+        if os.path.exists(path):
+            continue
+        partial = f"{path}.{os.getpid()}.partial"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if not shared_disk.bring(Path(source), Path(partial)):
+            raise FileNotFoundError(f"{source} is not there")
+        try:
+            os.rename(partial, path)
+        except OSError:
+            if not os.path.exists(path):
+                raise
+
+
+def _be_rank(name: str, descriptor: int) -> None:
+    connection = socket.socket(fileno=descriptor)
+    connection.setblocking(False)
+    asyncio.run(serve(connection, name))
+    os._exit(0)  # what still runs on threads is of no use to anybody
+
+
+if __name__ == "__main__":
+    _be_rank(sys.argv[1], int(sys.argv[2]))
