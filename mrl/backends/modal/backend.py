@@ -17,8 +17,10 @@ from mrl.backends.modal.link import Container, ModalLink
 from mrl.backends.modal.settings import LONGEST, Settings, require_modal
 from mrl.backends.modal.storage import Storage, folder_of, storage_of
 from mrl.backends.remote import RemoteHandle
+from mrl.errors import ConfigError
 from mrl.system.gather import all_of
 
+LOOPS = ("auto", "here", "modal")
 SCORES = "reward-"
 """How the names of workers begin that score."""
 DEFAULT_GPU = {"actor": "A100", "rollout": "A10"}
@@ -33,7 +35,10 @@ class ModalBackend:
     scaledown_window: seconds that Modal keeps a container after its run's loop has vanished.
     region, cloud: Modal's, for all containers.
     memory_mb: of containers with a GPU; None = Modal's default.
-    output: show what containers print.
+    loop: where the run's loop is. `auto` = at Modal, with the rewards, where `reward_funcs` is not given or is
+    `sandbox`, else in this process, which may be the only place that has what a reward function needs.
+    detach: the app outlives this process; with the loop at Modal, the run goes on.
+    output: show what containers print; None = where the loop is at Modal.
     """
 
     shares_memory = shares_disk = False
@@ -52,7 +57,9 @@ class ModalBackend:
         region: str | None = None,
         cloud: str | None = None,
         memory_mb: int | None = None,
-        output: bool = False,
+        loop: str = "auto",
+        detach: bool = False,
+        output: bool | None = None,
     ) -> None:
         self.call_timeout = call_timeout
         self.settings = Settings.of(
@@ -65,7 +72,9 @@ class ModalBackend:
             }
         )
         self.made = ["volume"] if volume is None else []
-        self.output, self.memory_mb = output, memory_mb
+        if loop not in LOOPS:
+            raise ConfigError(f"backend_options: loop is {loop!r}; give {', '.join(LOOPS)}")
+        self.loop, self.detach, self.output, self.memory_mb = loop, detach, bool(output), memory_mb
         self.placement = {name: value for name, value in (("region", region), ("cloud", cloud)) if value is not None}
         self.scaledown_window = scaledown_window
         self.module: Any = None
@@ -141,7 +150,7 @@ class ModalBackend:
     async def _connect(self) -> None:
         async with self.connecting:
             if self.storage is None:
-                self.module = await connect(self, self.settings, made=self.made, output=self.output)
+                self.module = await connect(self, self.settings, made=self.made, detach=self.detach, output=self.output)
                 self.storage = storage_of(self.module.volume)
 
     def _container(self, name: str, resources: Resources, *, vllm: bool) -> Container:

@@ -11,9 +11,9 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mrl.store.checkpoints import MANIFEST
 from mrl.system import shared_disk
@@ -49,26 +49,8 @@ class Mounted:
         except RuntimeError as error:
             if "open files" not in str(error):
                 raise OSError(str(error)) from error
-            return self._download(source, target)
+            return download(self.volume, str(source), target)
         return shared_disk.copy(source, target)
-
-    def _download(self, source: Path, target: Path) -> bool:
-        import modal
-
-        inside = str(source.relative_to(STORAGE))
-        with _as_os_error():
-            try:
-                entries = self.volume.listdir(inside, recursive=True)
-            except (modal.exception.NotFoundError, FileNotFoundError):
-                return False
-            files = [entry.path for entry in entries if entry.type == modal.volume.FileEntryType.FILE]
-            for path in files:
-                relative = os.path.relpath(path.lstrip("/"), inside)
-                to = target if relative == "." else target / relative
-                to.parent.mkdir(parents=True, exist_ok=True)
-                with to.open("wb") as file:
-                    self.volume.read_file_into_fileobj(path, file)
-        return bool(files)
 
 
 class Storage:
@@ -87,7 +69,7 @@ class Storage:
             digest = await in_thread(digest_of, path)
             source = f"{STORAGE}/{DATA}/{digest}/{path.name}"
             if not await self.has(source):
-                await in_thread(self._upload, path, source)
+                await in_thread(self.upload, path, source)
         there = f"{COPIES}/{hashlib.sha256(source.encode()).hexdigest()[:16]}/{path.name}"
         self.files[there] = source
         return there
@@ -105,13 +87,7 @@ class Storage:
 
     async def fetch(self, there: str, here: Path) -> None:
         """Bring a run's checkpoint here, whole or not at all; there it is the only one afterwards. Raises OSError."""
-        partial = here.with_name(f"{here.name}.partial")
-        await in_thread(shutil.rmtree, partial, True)
-        try:
-            await in_thread(self.download, there, partial)
-            partial.rename(here)
-        finally:
-            await in_thread(shutil.rmtree, partial, True)
+        await in_thread(self.download_to, there, here)
         folder, newest = os.path.split(there)
         for entry in await self.volume.listdir.aio(_inside(folder)):
             if PurePosixPath(entry.path).name != newest:
@@ -124,20 +100,25 @@ class Storage:
         with contextlib.suppress(modal.exception.Error, FileNotFoundError):
             await self.volume.remove_file.aio(_inside(there), recursive=True)
 
-    def download(self, there: str, folder: Path) -> None:
-        """Copy a folder's content into a new folder here. Raises OSError."""
+    def listing(self, there: str) -> list[str]:
+        """What a folder holds, as paths on the Volume; nothing where it is not there. Raises OSError."""
         import modal
 
-        folder.mkdir(parents=True)
         with _as_os_error():
-            for entry in self.volume.listdir(_inside(there), recursive=True):
-                target = folder / os.path.relpath(entry.path.lstrip("/"), _inside(there))
-                if entry.type == modal.volume.FileEntryType.DIRECTORY:
-                    target.mkdir(parents=True, exist_ok=True)
-                    continue
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("wb") as file:
-                    self.volume.read_file_into_fileobj(entry.path, file)
+            try:
+                return [entry.path for entry in self.volume.listdir(_inside(there))]
+            except (modal.exception.NotFoundError, FileNotFoundError):
+                return []
+
+    def download_to(self, there: str, here: Path) -> None:
+        """Copy a file or folder here, whole or not at all, over a file that is here. Raises OSError."""
+        partial = here.with_name(f"{here.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
+        here.parent.mkdir(parents=True, exist_ok=True)
+        if not download(self.volume, there, partial):
+            raise FileNotFoundError(f"{there} is not there")
+        partial.replace(here)
 
     async def _checkpoint(self, path: Path) -> str | None:
         """Where the same checkpoint is on the Volume, if this is one that was written there."""
@@ -150,7 +131,7 @@ class Storage:
         found = b"".join([part async for part in self.volume.read_file.aio(_inside(f"{there}/{MANIFEST}"))])
         return there if found == manifest.read_bytes() else None
 
-    def _upload(self, path: Path, source: str) -> None:
+    def upload(self, path: Path, source: str) -> None:
         with _as_os_error(), self.volume.batch_upload(force=True) as batch:
             if path.is_dir():
                 batch.put_directory(str(path), "/" + _inside(source))
@@ -161,12 +142,21 @@ class Storage:
 class StorageThere(Storage):
     """The same where the loop is in a container itself: a run's folder there has its checkpoints on the Volume."""
 
+    after_fetch: ClassVar[Callable[[], None] | None] = None
+    """Called once a checkpoint is there."""
+
     async def fetch(self, there: str, here: Path) -> None:
         """See the checkpoint that was written. Raises OSError."""
-        with _as_os_error():
+        try:
             await self.volume.reload.aio()
+        except RuntimeError as error:
+            if "open files" not in str(error):
+                raise OSError(str(error)) from error
+            await in_thread(self.download_to, there, here)
         if not here.exists():
             raise FileNotFoundError(f"{there} is not there")
+        if self.after_fetch is not None:
+            await in_thread(self.after_fetch)
 
 
 def storage_of(volume: Any) -> Storage:
@@ -185,6 +175,26 @@ def folder_of(run_dir: Path) -> str:
         return f"{STORAGE}/{CHECKPOINTS}/{path.name}"
     whose = hashlib.sha256(f"{uuid.getnode()}:{path}".encode()).hexdigest()[:6]
     return f"{STORAGE}/{CHECKPOINTS}/{path.name}-{whose}"
+
+
+def download(volume: Any, there: str, target: Path) -> bool:
+    """Read a file or folder through Modal's interface. False = it is not there. Raises OSError."""
+    import modal
+
+    inside = _inside(there)
+    with _as_os_error():
+        try:
+            entries = volume.listdir(inside, recursive=True)
+        except (modal.exception.NotFoundError, FileNotFoundError):
+            return False
+        files = [entry.path for entry in entries if entry.type == modal.volume.FileEntryType.FILE]
+        for path in files:
+            relative = os.path.relpath(path.lstrip("/"), inside)
+            to = target if relative == "." else target / relative
+            to.parent.mkdir(parents=True, exist_ok=True)
+            with to.open("wb") as file:
+                volume.read_file_into_fileobj(path, file)
+    return bool(files)
 
 
 def digest_of(path: Path) -> str:
