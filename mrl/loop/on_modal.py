@@ -20,7 +20,7 @@ from mrl.backends.modal.backend import ModalBackend
 from mrl.backends.modal.host import bring_files
 from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere
 from mrl.config import OrchestratorConfig, flat_fields
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, TrainingError
 from mrl.loop.recorded_run import RecordedRun, RunResult
 from mrl.loop.resources import check_resources, needs, settle_sync
 from mrl.loop.spawning import backend_of
@@ -37,6 +37,8 @@ MakeRun = Callable[[OrchestratorConfig, Path, bool], RecordedRun]
 
 PATHS = ("model", "dataset_name", "eval_dataset", "rollout_func", "rollout_options", "tools", "environment_factory")
 """Options that may name files of this machine."""
+REWARDS_THERE = (None, "sandbox", ["sandbox"])
+"""Values of `reward_funcs` with which the loop is at Modal, unless it is said where."""
 MIRROR_SECONDS = 10.0
 RUNS = "/root/mrl-runs"
 _WRITTEN_THERE = ("checkpoints", "weights")
@@ -49,7 +51,7 @@ def is_there(config: OrchestratorConfig) -> bool:
         return False
     backend = backend_of(config)
     assert isinstance(backend, ModalBackend)
-    return backend.loop == "modal" or (backend.loop == "auto" and config.reward.reward_funcs in (None, "sandbox"))
+    return backend.loop == "modal" or (backend.loop == "auto" and config.reward.reward_funcs in REWARDS_THERE)
 
 
 class RunOnModal:
@@ -69,6 +71,8 @@ class RunOnModal:
 
     async def run(self) -> RunResult:
         """Send the run off, wait for its end, and have its record here. Raises what it raised there."""
+        import modal
+
         self._event_loop = asyncio.get_running_loop()
         settle_sync(self.config)
         check_resources(self.config, *needs(self.config).values())
@@ -97,6 +101,11 @@ class RunOnModal:
                 self._stop()
             try:
                 kind, value = cloudpickle.loads(await call.get.aio())
+            except modal.exception.Error as error:
+                raise TrainingError(
+                    f"the run's loop at Modal is lost ({error}); what it has done is on the Volume, under "
+                    f"{CHECKPOINTS}/{name}: go on with resume: auto"
+                ) from error
             finally:
                 with contextlib.suppress(OSError):  # the error that ended the run says more
                     await in_thread(_bring_record, backend.storage, folder, self.run_dir)
@@ -163,6 +172,9 @@ class RunThere:
     files: dict[str, str]
     names: dict[str, str]
     """What these files are called in the configuration that the user gave, by their path there."""
+    made: RecordedRun | None = None
+    asked: int | None = None
+    """The signal that asked it to end."""
 
     def run(self) -> RunResult:
         """Run, from the beginning or from what the Volume has of this run. What a container leaves, the next one
@@ -172,16 +184,18 @@ class RunThere:
         folder, kept = runs_root() / self.name, STORAGE / CHECKPOINTS / self.name
         mirror = Mirror(folder, kept, self.names)
         mirror.restore()
-        self._run = self.make_run(self.config, folder, (folder / CONFIG).exists())
-        StorageThere.after_fetch = mirror.write
+        self.made = self.make_run(self.config, folder, (folder / CONFIG).exists())
+        if self.asked is not None:
+            self.made.request_stop(self.asked)
+        StorageThere.after_fetch[:] = [mirror.write]
         with mirror.kept_up():
-            return asyncio.run(self._run.run())
+            return asyncio.run(self.made.run())
 
     def stop(self, number: int) -> None:
         """End in good order."""
-        run = getattr(self, "_run", None)
-        if run is not None:
-            run.request_stop(number)
+        self.asked = number
+        if self.made is not None:
+            self.made.request_stop(number)
 
 
 class Mirror:

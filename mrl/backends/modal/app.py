@@ -125,6 +125,7 @@ class Loop:
     def begin(self) -> None:
         shared_disk.register(Mounted(volume))
         self.work: Any = None
+        self.asked: int | None = None
 
     @modal.method()
     async def train(self, content: bytes) -> bytes:
@@ -132,11 +133,14 @@ class Loop:
         an exception would be tried again."""
         try:
             self.work = cloudpickle.loads(content)
+            if self.asked is not None:
+                self.work.stop(self.asked)
             return cloudpickle.dumps(("returned", await asyncio.to_thread(self.work.run)))
         except BaseException as error:
             return cloudpickle.dumps(("raised", that_travels(error)))
 
     @modal.method()
     async def stop(self, number: int) -> None:
+        self.asked = number
         if self.work is not None:
             self.work.stop(number)

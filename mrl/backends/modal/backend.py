@@ -34,6 +34,7 @@ class ModalBackend:
     concurrent_inputs: calls that a container takes at a time.
     scaledown_window: seconds that Modal keeps a container after its run's loop has vanished.
     region, cloud: Modal's, for all containers.
+    env: environment variables of all containers; what is secret belongs into a secret.
     memory_mb: of containers with a GPU; None = Modal's default.
     loop: where the run's loop is. `auto` = at Modal, with the rewards, where `reward_funcs` is not given or is
     `sandbox`, else in this process, which may be the only place that has what a reward function needs.
@@ -56,6 +57,7 @@ class ModalBackend:
         scaledown_window: int = 300,
         region: str | None = None,
         cloud: str | None = None,
+        env: Mapping[str, str] | None = None,
         memory_mb: int | None = None,
         loop: str = "auto",
         detach: bool = False,
@@ -75,7 +77,13 @@ class ModalBackend:
         if loop not in LOOPS:
             raise ConfigError(f"backend_options: loop is {loop!r}; give {', '.join(LOOPS)}")
         self.loop, self.detach, self.output, self.memory_mb = loop, detach, bool(output), memory_mb
-        self.placement = {name: value for name, value in (("region", region), ("cloud", cloud)) if value is not None}
+        self.placement: dict[str, Any] = {
+            name: value for name, value in (("region", region), ("cloud", cloud)) if value is not None
+        }
+        if env is not None and not (isinstance(env, Mapping) and all(isinstance(v, str) for v in env.values())):
+            raise ConfigError(f"backend_options: env is {env!r}; give names and texts, e.g. {{HF_HUB_OFFLINE: '1'}}")
+        if env:
+            self.placement["env"] = dict(env)
         self.scaledown_window = scaledown_window
         self.module: Any = None
         self.connecting = asyncio.Lock()
@@ -167,7 +175,7 @@ class ModalBackend:
             "timeout": min(LONGEST, int(self.call_timeout) + 60),
             "scaledown_window": self.scaledown_window,
         }
-        env = {name: value for name, value in resources.env.items() if ranks == 1}
+        env = {**self.placement.get("env", {}), **(resources.env if ranks == 1 else {})}
         gpu = gpu_option(resources, role)
         memory = resources.memory_mb or (self.memory_mb if gpu is not None else None)
         options |= {name: value for name, value in (("gpu", gpu), ("memory", memory), ("env", env)) if value}

@@ -142,8 +142,8 @@ class Storage:
 class StorageThere(Storage):
     """The same where the loop is in a container itself: a run's folder there has its checkpoints on the Volume."""
 
-    after_fetch: ClassVar[Callable[[], None] | None] = None
-    """Called once a checkpoint is there."""
+    after_fetch: ClassVar[list[Callable[[], None]]] = []
+    """What is done once a checkpoint is there."""
 
     async def fetch(self, there: str, here: Path) -> None:
         """See the checkpoint that was written. Raises OSError."""
@@ -155,8 +155,8 @@ class StorageThere(Storage):
             await in_thread(self.download_to, there, here)
         if not here.exists():
             raise FileNotFoundError(f"{there} is not there")
-        if self.after_fetch is not None:
-            await in_thread(self.after_fetch)
+        for work in self.after_fetch:
+            await in_thread(work)
 
 
 def storage_of(volume: Any) -> Storage:
@@ -180,6 +180,7 @@ def folder_of(run_dir: Path) -> str:
 def download(volume: Any, there: str, target: Path) -> bool:
     """Read a file or folder through Modal's interface. False = it is not there. Raises OSError."""
     import modal
+    from modal.types import FileEntryType
 
     inside = _inside(there)
     with _as_os_error():
@@ -187,7 +188,7 @@ def download(volume: Any, there: str, target: Path) -> bool:
             entries = volume.listdir(inside, recursive=True)
         except (modal.exception.NotFoundError, FileNotFoundError):
             return False
-        files = [entry.path for entry in entries if entry.type == modal.volume.FileEntryType.FILE]
+        files = [entry.path for entry in entries if entry.type == FileEntryType.FILE]
         for path in files:
             relative = os.path.relpath(path.lstrip("/"), inside)
             to = target if relative == "." else target / relative
