@@ -144,3 +144,17 @@ def test_wrong_seconds_are_refused(
 ) -> None:
     assert mrl("plan", *flags, *wrong) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.modal
+def test_of_modal_each_worker_has_its_price(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    modal = [*flags, "--backend", "modal", "--rollout-gpu", "l4"]
+    assert mrl("plan", *modal, "--actor-gpu", "h100:2") == 0
+    out = capsys.readouterr().out
+    for words in ("actor-1    h100 × 1, 1 CPU", "rollout-0  l4 × 1, 1 CPU", "weight sync   volume", "$8.84 per hour"):
+        assert words in out
+    assert mrl("plan", *modal, "--actor-gpu", "H1000") == 2
+    assert "Modal has no GPU of type 'H1000'; did you mean H100" in capsys.readouterr().err
+    (Path("prices.yaml")).write_text("modal: {gpu: {H100: 0, L4: 0}, cpu_core: 1}")
+    assert mrl("plan", *modal, "--actor-gpu", "H100:2", "--backend-options", "prices=prices.yaml") == 0
+    assert "$3.00 per hour" in capsys.readouterr().out
