@@ -54,7 +54,7 @@ class Plan:
     dollars_per_hour: float | None
     step_seconds: float | None = None
     measured_in: str | None = None
-    """The run whose mean `step_seconds` is."""
+    """The run whose mean `step_seconds` is, as the user named it."""
     notices: tuple[str, ...] = ()
 
     @property
@@ -119,7 +119,7 @@ def plan(argv: list[str]) -> int:
 def make_plan(config: OrchestratorConfig, *, step_seconds: float | None = None, measured_in: str | None = None) -> Plan:
     """Check a configuration as a run does, and say what it would start. Raises the typed error of whatever will not
     do."""
-    from mrl.loop.resume import check_same_run
+    from mrl.loop.resume import check_same_run, existing_run, stored_options
     from mrl.loop.spawning import backend_of
     from mrl.trainer import choose_run
 
@@ -129,6 +129,10 @@ def make_plan(config: OrchestratorConfig, *, step_seconds: float | None = None, 
     if resume:
         check_same_run(run_dir, config)
     workers, steps, notices = _checked(config)
+    if measured_in is not None:
+        then = stored_options(existing_run(measured_in)).get("backend", "inline")
+        if then != config.runtime.backend:
+            notices = [*notices, f"{measured_in} ran on backend {then}: steps may take another time here"]
     backend = backend_of(config)
     planned = [_planned(name, needs, backend.price(name, needs)) for name, needs in workers.items()]
     prices = [worker.dollars_per_hour for worker in planned if worker.dollars_per_hour is not None]
@@ -237,7 +241,7 @@ def _step_seconds(given: float | None, like: str | None) -> tuple[float | None, 
         measured = [seconds for _, seconds in reader.series("time/step")]
     if not measured:
         raise ConfigError(f"like: run {like!r} has no finished step to measure; name another, or use --step-seconds")
-    return fmean(measured), run.name
+    return fmean(measured), like
 
 
 def _dollars(value: float) -> str:

@@ -104,6 +104,7 @@ def test_the_seconds_are_those_of_an_earlier_run_and_its_steps_are_done(
     assert mrl("plan", *other) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["measured_in"] == "first"
+    assert plan["notices"] == ["first ran on backend inline: steps may take another time here"]
     assert plan["dollars_per_step"] == pytest.approx(6.0 * plan["step_seconds"] / 3600)
     assert mrl("plan", "--resume", "first", "--max-steps", "5", "--json") == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 3, "two of five are done"
