@@ -140,6 +140,9 @@ class InlineBackend:
                     "them; set it before the run"
                 )
 
+    def price(self, name: str, resources: Resources) -> None:
+        """This machine is there anyway."""
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """Nothing: there is what is there."""
 

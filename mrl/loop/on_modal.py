@@ -143,7 +143,8 @@ class RunOnModal:
             setattr(section, name, value)
         if config.reward.sandbox == "auto":
             config.reward.sandbox = "modal"  # programs run in Modal's Sandboxes, beside the loop
-        config.runtime.backend_options = {**config.runtime.backend_options, "loop": "here"}
+        options = config.runtime.backend_options  # the file with prices is not there, and nobody asks for it
+        config.runtime.backend_options = {k: v for k, v in options.items() if k != "prices"} | {"loop": "here"}
         return config
 
     async def _sent(self, backend: ModalBackend, value: Any, *, folders: bool) -> Any:

@@ -14,6 +14,7 @@ from mrl.backends.inline import InlineBackend
 from mrl.backends.modal.connection import connect, disconnect
 from mrl.backends.modal.gpus import modal_gpu
 from mrl.backends.modal.link import Container, ModalLink
+from mrl.backends.modal.prices import load_prices
 from mrl.backends.modal.settings import LONGEST, Settings, require_modal
 from mrl.backends.modal.storage import Storage, folder_of, storage_of
 from mrl.backends.remote import RemoteHandle
@@ -39,6 +40,7 @@ class ModalBackend:
     loop: where the run's loop is. `auto` = at Modal, with the rewards, where `reward_funcs` is not given or is
     `sandbox`, else in this process, which may be the only place that has what a reward function needs.
     detach: the app outlives this process; with the loop at Modal, the run goes on.
+    prices: a file with prices, instead of ~/.config/mrl/prices.yaml (docs/cost.md).
     output: show what containers print; None = where the loop is at Modal.
     """
 
@@ -62,6 +64,7 @@ class ModalBackend:
         loop: str = "auto",
         detach: bool = False,
         output: bool | None = None,
+        prices: str | None = None,
     ) -> None:
         self.call_timeout = call_timeout
         self.settings = Settings.of(
@@ -85,6 +88,7 @@ class ModalBackend:
         if env:
             self.placement["env"] = dict(env)
         self.scaledown_window = scaledown_window
+        self.prices = load_prices(prices)
         self.module: Any = None
         self.connecting = asyncio.Lock()
         self.storage: Storage | None = None
@@ -105,6 +109,16 @@ class ModalBackend:
         require_modal()
         for needs in resources:
             gpu_option(needs, "actor")
+
+    def price(self, name: str, resources: Resources) -> float:
+        """By list prices. Of ranks that share a container, each one's part. Memory counts where some is asked for.
+        Workers that score are where the loop is, and cost nothing of their own."""
+        if name.startswith(SCORES):
+            return 0.0
+        ranks = int(resources.env.get("WORLD_SIZE", "1"))
+        gpu = gpu_option(resources, name.partition("-")[0])
+        memory = resources.memory_mb or (self.memory_mb if gpu is not None else None)
+        return self.prices.per_hour(gpu, resources.cpus * ranks, memory) / ranks
 
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """Modal has no reservations. Raises ConfigError for what is missing there, and then starts the app."""
