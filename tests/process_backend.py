@@ -83,6 +83,9 @@ class ProcessBackend:
     def price(self, name: str, resources: Resources) -> None:
         """This machine is there anyway."""
 
+    def spent(self) -> None:
+        """Nothing that is known here."""
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         self.reserved = dict(workers)
 

@@ -84,6 +84,10 @@ class Backend(Protocol):
         here. Asks nobody. Raises ConfigError for what the backend does not provide."""
         ...
 
+    def spent(self) -> float | None:
+        """Dollars that this backend's workers have cost so far; None where it knows no prices."""
+        ...
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """Before the first of a run's workers is spawned: what all of them need, by name, so that they get it together
         or not at all. Raises ConfigError when there is not that much. Others may be spawned besides."""

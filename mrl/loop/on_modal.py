@@ -18,9 +18,11 @@ import cloudpickle
 
 from mrl.backends.modal.backend import ModalBackend
 from mrl.backends.modal.host import bring_files
+from mrl.backends.modal.prices import own_prices
 from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import ConfigError, TrainingError
+from mrl.loop.cost import check_cost
 from mrl.loop.recorded_run import RecordedRun, RunResult
 from mrl.loop.resources import check_resources, needs, settle_sync
 from mrl.loop.spawning import backend_of
@@ -75,6 +77,7 @@ class RunOnModal:
 
         self._event_loop = asyncio.get_running_loop()
         settle_sync(self.config)
+        check_cost(self.config, self.run_dir, resume=self.resume)
         check_resources(self.config, *needs(self.config).values())
         if not self.resume and (self.run_dir / CONFIG).exists():
             raise ConfigError(f"run_dir: {self.run_dir} holds a run already; choose another, or resume that one")
@@ -143,8 +146,10 @@ class RunOnModal:
             setattr(section, name, value)
         if config.reward.sandbox == "auto":
             config.reward.sandbox = "modal"  # programs run in Modal's Sandboxes, beside the loop
-        options = config.runtime.backend_options  # the file with prices is not there, and nobody asks for it
-        config.runtime.backend_options = {k: v for k, v in options.items() if k != "prices"} | {"loop": "here"}
+        options = config.runtime.backend_options | {"loop": "here"}
+        if (prices := own_prices(options.get("prices"))) is not None:
+            options["prices"] = await backend.put(prices)
+        config.runtime.backend_options = options
         return config
 
     async def _sent(self, backend: ModalBackend, value: Any, *, folders: bool) -> Any:

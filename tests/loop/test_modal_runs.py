@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -76,10 +75,9 @@ def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch
     assert kinds.count("restart") == 1
 
 
-def test_modal_run_with_the_loop_there(tmp_path: Path, modal_variables: dict[str, str]) -> None:
-    """The command, sandboxed rewards, two rollout workers; then what the Volume holds, and one prompt."""
+def test_modal_run_of_the_example(tmp_path: Path, modal_variables: dict[str, str]) -> None:
+    """The command, judged code, two rollout workers, the loop there; then what the Volume holds, and one prompt."""
     model = build_model(tmp_path / "model")
-    (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps(task) for task in TASKS))
 
     def modal(entry: str, *arguments: str) -> str:
         command = [sys.executable, "-m", "modal", "run", f"{ROOT}/mrl/train.py::{entry}", *arguments]
@@ -88,19 +86,27 @@ def test_modal_run_with_the_loop_there(tmp_path: Path, modal_variables: dict[str
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    code = {name: str(value) for name, value in FOR_CODE.items()}
-    on_cpu = {"backend": "modal", "actor_gpu": "cpu", "rollout_gpu": "cpu"}
-    flags = {**code, **on_cpu, "model": str(model), "dataset_name": "tasks.jsonl", "max_steps": "3", "run_name": "r"}
-    said = modal("main", *(text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", value)))
-    assert "finished after 3 steps" in said
+    here = {
+        "model": model,
+        "actor_gpu": "cpu",
+        "rollout_gpu": "cpu",
+        "sandbox": "local",
+        "device": "cpu",
+        "run_name": "r",
+    }
+    small = {"max_steps": 3, "batch_size": 2, "num_generations": 3, "max_completion_length": 6, "save_steps": 1}
+    flags = [text for name, value in (here | small).items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert "finished after 3 steps" in modal("main", f"{ROOT}/examples/modal.yaml", *flags)
     run = tmp_path / "runs" / "r"
     assert small_runs.steps_of(run) == [1, 2, 3]
     assert (run / "checkpoints" / "step-3" / "model.safetensors").exists()
     assert f"model: {model}" in (run / "config.yaml").read_text()
     assert all(row["status"] == "ok" for row in read_rows(run, "rollouts"))
+    assert all(row["cost/dollars"] > 0 for row in read_rows(run, "metrics"))
     assert "r: steps 1, 2, 3" in modal("list_checkpoints_fn")
     sampled = modal("test_rollout_fn", "--model", str(model), "--gpu", "cpu", "--tokens", "3")
     assert '"tokens": 3' in sampled
+    assert '"passed"' in modal("test_reward_fn")
     assert "data: " in modal("clear_cache")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mrl.backends.base import Resources, WorkerHandle
 from mrl.backends.inline import InlineBackend
+from mrl.backends.meter import Meter
 from mrl.backends.modal.connection import connect, disconnect
 from mrl.backends.modal.gpus import modal_gpu
 from mrl.backends.modal.link import Container, ModalLink
@@ -88,7 +89,7 @@ class ModalBackend:
         if env:
             self.placement["env"] = dict(env)
         self.scaledown_window = scaledown_window
-        self.prices = load_prices(prices)
+        self.prices, self.meter = load_prices(prices), Meter()
         self.module: Any = None
         self.connecting = asyncio.Lock()
         self.storage: Storage | None = None
@@ -120,6 +121,9 @@ class ModalBackend:
         memory = resources.memory_mb or (self.memory_mb if gpu is not None else None)
         return self.prices.per_hour(gpu, resources.cpus * ranks, memory) / ranks
 
+    def spent(self) -> float:
+        return self.meter.dollars()
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """Modal has no reservations. Raises ConfigError for what is missing there, and then starts the app."""
         await self._connect()
@@ -128,6 +132,7 @@ class ModalBackend:
         if name.startswith(SCORES):
             return await self.here.spawn(worker, name=name, resources=resources, args=args)
         await self._connect()
+        self.meter.start(name, self.price(name, resources))
         link = ModalLink(name, self._container(name, resources, vllm=args.get("engine") == "vllm"))
         handle = RemoteHandle(name, link, self.call_timeout)
         self.handles.append(handle)
@@ -162,6 +167,7 @@ class ModalBackend:
     async def close(self) -> None:
         handles, self.handles = self.handles, []
         await all_of([self.here.close(), *(handle.kill() for handle in handles)])
+        self.meter.stop()
         if self.storage is not None:
             await all_of([self.storage.remove(folder) for folder in sorted(self.passing)])
             self.storage = None

@@ -42,10 +42,14 @@ def load_prices(file: str | None = None) -> Prices:
     """The shipped table with the entries of a user's file in their place. file: the backend option `prices`; None =
     `~/.config/mrl/prices.yaml`, if it is there. Raises ConfigError for a file or an entry that will not do."""
     shipped = _changed(Prices({}, 0.0, 0.0), _read(SHIPPED), SHIPPED)
+    own = own_prices(file)
+    return shipped if own is None else _changed(shipped, _read(own), own)
+
+
+def own_prices(file: str | None) -> Path | None:
+    """The user's file; None = there is none. file: as for `load_prices`."""
     own = _own_file() if file is None else Path(file).expanduser()
-    if file is None and not own.is_file():
-        return shipped
-    return _changed(shipped, _read(own), own)
+    return None if file is None and not own.is_file() else own
 
 
 def _own_file() -> Path:

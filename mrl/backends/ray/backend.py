@@ -77,6 +77,9 @@ class RayBackend:
     def price(self, name: str, resources: Resources) -> None:
         """What the cluster costs is not known here."""
 
+    def spent(self) -> None:
+        """Nothing that is known here."""
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """One placement group, the workers as close together as they fit. Raises ConfigError."""
         from ray.util import placement_group
