@@ -86,11 +86,11 @@ class Storage:
         return any(PurePosixPath(entry.path).name == name for entry in entries)
 
     async def fetch(self, there: str, here: Path) -> None:
-        """Bring a run's checkpoint here, whole or not at all; there it is the only one afterwards. Raises OSError."""
+        """Bring a run's checkpoint here, whole or not at all; earlier ones are removed there. Raises OSError."""
         await in_thread(self.download_to, there, here)
         folder, newest = os.path.split(there)
         for entry in await self.volume.listdir.aio(_inside(folder)):
-            if PurePosixPath(entry.path).name != newest:
+            if (step := _step(entry.path)) is not None and step < (_step(newest) or 0):
                 await self.remove(f"{STORAGE}/{entry.path}")
 
     async def remove(self, there: str) -> None:
@@ -207,6 +207,12 @@ def digest_of(path: Path) -> str:
             with file.open("rb") as opened:
                 whole.update(hashlib.file_digest(opened, "sha256").digest())
     return whole.hexdigest()[:24]
+
+
+def _step(path: str) -> int | None:
+    """Of a checkpoint's folder."""
+    number = PurePosixPath(path).name.removeprefix("step-")
+    return int(number) if number.isdigit() else None
 
 
 def _inside(path: str) -> str:
