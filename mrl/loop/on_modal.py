@@ -18,6 +18,7 @@ import cloudpickle
 
 from mrl.backends.modal.backend import ModalBackend
 from mrl.backends.modal.host import bring_files
+from mrl.backends.modal.link import patiently
 from mrl.backends.modal.prices import own_prices
 from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere
 from mrl.config import OrchestratorConfig, flat_fields
@@ -103,7 +104,7 @@ class RunOnModal:
             if self.signal is not None:  # before there was anybody to tell
                 self._stop()
             try:
-                kind, value = cloudpickle.loads(await call.get.aio())
+                kind, value = cloudpickle.loads(await patiently(call))
             except modal.exception.Error as error:
                 raise TrainingError(
                     f"the run's loop at Modal is lost ({error}); what it has done is on the Volume, under "
@@ -295,7 +296,11 @@ def replaced(text: str, names: dict[str, str]) -> str:
 def _bring_record(storage: Any, folder: str, here: Path) -> None:
     """Of a run on the Volume the record, and the newest checkpoint. Raises OSError."""
     names = [PurePosixPath(path).name for path in storage.listing(folder)]
+    if CONFIG not in names:
+        return  # it ended before it began
     here.mkdir(parents=True, exist_ok=True)
+    for name in _NOT_KEPT:  # of the record that was here before
+        (here / name).unlink(missing_ok=True)
     for name in names:
         if name not in (*_WRITTEN_THERE, *_NOT_KEPT) and not name.endswith(".partial"):
             storage.download_to(f"{folder}/{name}", here / name)

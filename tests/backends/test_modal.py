@@ -58,6 +58,7 @@ def test_options_that_will_not_do(options: dict[str, object], message: str) -> N
 def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MRL_MODAL", '{"app": "mine", "secrets": ["hf"]}')
     assert Settings.from_environment() == Settings(app="mine", secrets=("hf",))
+    assert ModalBackend(1.0, volume="v").settings == Settings(app="mine", secrets=("hf",), volume="v")
     monkeypatch.setenv("MRL_MODAL", "mine")
     with pytest.raises(ConfigError, match=r"MRL_MODAL: 'mine' is no JSON .*; give e\.g\."):
         Settings.from_environment()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ DEFAULT_GPU = {"actor": "A100", "rollout": "A10"}
 
 
 class ModalBackend:
-    """app, volume: their names at Modal; a volume that is named has to be there, the default one is made.
+    """What is not given of the first five is as the environment variable MRL_MODAL has it, a JSON object.
+
+    app, volume: their names at Modal; a volume that is named has to be there, the default one is made.
     secrets: names of secrets that containers get, e.g. of a Hugging Face token.
     packages: that containers need besides mrl's own, as pip names them.
     concurrent_inputs: calls that a container takes at a time.
@@ -52,11 +55,11 @@ class ModalBackend:
     def __init__(
         self,
         call_timeout: float,
-        app: str = Settings.app,
+        app: str | None = None,
         volume: str | None = None,
-        secrets: Sequence[str] = (),
-        packages: Sequence[str] = (),
-        concurrent_inputs: int = Settings.concurrent_inputs,
+        secrets: Sequence[str] | None = None,
+        packages: Sequence[str] | None = None,
+        concurrent_inputs: int | None = None,
         scaledown_window: int = 300,
         region: str | None = None,
         cloud: str | None = None,
@@ -68,16 +71,16 @@ class ModalBackend:
         prices: str | None = None,
     ) -> None:
         self.call_timeout = call_timeout
-        self.settings = Settings.of(
-            {
-                "app": app,
-                "volume": Settings.volume if volume is None else volume,
-                "secrets": secrets,
-                "packages": packages,
-                "concurrent_inputs": concurrent_inputs,
-            }
-        )
-        self.made = ["volume"] if volume is None else []
+        options = {
+            "app": app,
+            "volume": volume,
+            "secrets": secrets,
+            "packages": packages,
+            "concurrent_inputs": concurrent_inputs,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        self.settings = Settings.of(asdict(Settings.from_environment()) | given)
+        self.made = ["volume"] if self.settings.volume == Settings.volume else []
         if loop not in LOOPS:
             raise ConfigError(f"backend_options: loop is {loop!r}; give {', '.join(LOOPS)}")
         self.loop, self.detach, self.output, self.memory_mb = loop, detach, bool(output), memory_mb

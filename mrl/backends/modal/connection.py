@@ -36,8 +36,14 @@ def load_app(settings: Settings) -> Any:
             "(`modal run` reads them as it starts), or leave them out"
         )
     _Connection.spent = False
+    before = os.environ.get(VARIABLE)
     os.environ.update(settings.environ())
-    return importlib.import_module(_MODULE) if module is None else importlib.reload(module)
+    try:
+        return importlib.import_module(_MODULE) if module is None else importlib.reload(module)
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 async def connect(backend: object, settings: Settings, *, made: Sequence[str], detach: bool, output: bool) -> Any:

@@ -6,6 +6,7 @@ of models, which all runs share and no run writes its weights to.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -60,10 +61,18 @@ class Storage:
         self.volume = volume
         self.files: dict[str, str] = {}
         """Where on the Volume what was put lies, by the path that workers know it under."""
+        self.sending: dict[Path, asyncio.Task[str]] = {}
+        """Once for each file or folder, however many workers need it."""
 
     async def put(self, path: Path) -> str:
         """Send a file or folder, unless it is there. Returns the path of workers' copies. Raises OSError."""
         path = path.absolute()
+        sending = self.sending.get(path)
+        if sending is None or (sending.done() and (sending.cancelled() or sending.exception() is not None)):
+            sending = self.sending[path] = asyncio.create_task(self._put(path))
+        return await asyncio.shield(sending)
+
+    async def _put(self, path: Path) -> str:
         source = await self._checkpoint(path)
         if source is None:
             digest = await in_thread(digest_of, path)
