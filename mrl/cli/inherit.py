@@ -128,6 +128,11 @@ def _take(inherited: Inherited, recorded: dict[str, Any], given: dict[str, Any],
 
 
 def _tasks(run: Path, recorded: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    if recorded.get("evaluation_test") is not None and "dataset_name" not in given:
+        test = "TEST" if is_description(recorded["evaluation_test"]) else recorded["evaluation_test"]
+        raise ConfigError(
+            f"{run}: it was trained with an evaluation test; measure it with that: mrl eval {test} --model {run.name}"
+        )
     trained, held_out, split = (recorded.get(name) for name in ("dataset_name", "eval_dataset", "eval_split"))
     asked, found = given.get("dataset_name"), {}
     if asked is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import hashlib
 import importlib
@@ -14,7 +15,7 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.evaltests.foreign import adopted, is_foreign
-from mrl.evaltests.test import EvaluationTest
+from mrl.evaltests.test import EvaluationTest, name_of
 
 
 def find_test(given: Any) -> EvaluationTest:
@@ -51,19 +52,27 @@ def as_test(value: Any) -> EvaluationTest | None:
     return adopted(value) if is_foreign(value) else None
 
 
-def name_of(given: Any) -> str | None:
-    """What another process finds it by, in form `file.py:name`; None where it is at no module's top."""
-    if isinstance(given, str | os.PathLike):
-        where, name = split_name(str(given))
-        place = str(Path(where).expanduser().resolve()) if where.endswith(".py") else where
-        return f"{place}:{name}" if name else place
-    test = find_test(given)
-    function = test.function
-    module = sys.modules.get(getattr(function, "__module__", ""))
-    file = getattr(module, "__file__", None)
-    if file is None or "<locals>" in function.__qualname__ or as_test(getattr(module, test.name, None)) is None:
-        return None
-    return f"{Path(file).resolve()}:{test.name}"
+def name_for_others(given: Any) -> str | None:
+    """What another process finds a test by; None where it cannot."""
+    if not isinstance(given, str | os.PathLike):
+        return name_of(find_test(given))
+    where, name = split_name(str(given))
+    place = str(Path(where).expanduser().resolve()) if where.endswith(".py") else where
+    return f"{place}:{name}" if name else place
+
+
+def _pickled(test: EvaluationTest) -> tuple[Any, ...]:
+    """By its name, found again where it is needed."""
+    name = name_of(test)
+    if name is None:
+        raise ConfigError(
+            f"evaluation_test: {test.name} is at no file's or module's top, and is needed in another process; put it "
+            "there, and name it file.py:name"
+        )
+    return find_test, (name,)
+
+
+copyreg.pickle(EvaluationTest, _pickled)
 
 
 def split_name(given: str) -> tuple[str, str]:

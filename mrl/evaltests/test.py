@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, DataError
@@ -82,6 +84,31 @@ class EvaluationTest:
             return made
         return [replace(one, name=f"{one.name}-{number}") for number, one in enumerate(made)]
 
+    def training_rows(self) -> Rows:
+        """The rows of all its inputs. Raises ConfigError where several evaluation_test_kwargs give several scores."""
+        params = self.params.overridden()
+        if len(params.evaluation_test_kwargs) > 1:
+            raise ConfigError(
+                f"evaluation_test {self.name}: it has {len(params.evaluation_test_kwargs)} evaluation_test_kwargs, and "
+                "with that many scores; training takes one: make a test for it"
+            )
+        rows = [row for load in self._inputs(params) for row in load()]
+        return _distinct(rows)
+
+    def rows_of(self, given: Any) -> Rows:
+        """Other rows for the same test: a dataset's name, whose rows its dataset_adapter makes, or rows.
+
+        Raises DataError.
+        """
+        whole = replace(self.params, filtered_row_ids=None, max_dataset_rows=None)
+        if isinstance(given, str):
+            return self._prepared(functools.partial(self._read, [given], whole), whole)
+        return self._prepared(functools.partial(self._copied, given), whole)
+
+    def recorded(self) -> str:
+        """As a recipe names it, where it is at a module's top."""
+        return name_of(self) or f"<{self.function.__module__}.{self.function.__qualname__}>"
+
     # --- inner ------------------------------------------------------------------------------------------------------
 
     def _parametrized(self, params: Parameters) -> Parameters:
@@ -116,15 +143,7 @@ class EvaluationTest:
             rows = self.convert.from_its(params.preprocess_fn(self.convert.to_its(rows)))
         if not rows:
             raise DataError(f"{self.name}: there are no rows")
-        seen: dict[str, int] = {}
-        for row in rows:
-            if row.input_metadata.row_id is None:
-                row.input_metadata.row_id = content_id(row)
-            name = row.input_metadata.row_id
-            seen[name] = seen.get(name, 0) + 1
-            if seen[name] > 1:  # twice the same is two rows all the same
-                row.input_metadata.row_id = f"{name}-{seen[name]}"
-        return rows
+        return _distinct(rows)
 
     def _read(self, names: list[str], params: Parameters) -> Rows:
         adapter = self.convert.adapter(params.dataset_adapter)
@@ -224,6 +243,25 @@ def check_signature(function: Any, mode: Mode, who: str) -> None:
         named = ", ".join(inspect.signature(function).parameters) or "nothing"
         kind = "EvaluationRow" if mode == "pointwise" else "list[EvaluationRow]"
         raise ConfigError(f"{who}: it takes {named}; with mode {mode} it takes `{wanted}: {kind}` and returns the same")
+
+
+def name_of(test: EvaluationTest) -> str | None:
+    """What another process finds a test by, `file.py:name`; None where it is at no module's top."""
+    module = sys.modules.get(getattr(test.function, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    at_top = getattr(module, test.name, None)
+    own = at_top is test or getattr(at_top, "_origin_func", None) is test.function
+    return f"{Path(file).resolve()}:{test.name}" if file is not None and own else None
+
+
+def _distinct(rows: Rows) -> Rows:
+    """The same rows, each with an id of its own: twice the same is two rows all the same."""
+    seen: dict[str, int] = {}
+    for row in rows:
+        name = row.input_metadata.row_id or content_id(row)
+        seen[name] = seen.get(name, 0) + 1
+        row.input_metadata.row_id = name if seen[name] == 1 else f"{name}-{seen[name]}"
+    return rows
 
 
 def _conversations(given: Any) -> Rows:

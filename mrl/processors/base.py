@@ -137,7 +137,7 @@ def made_of(rollout: Rollout) -> dict[str, Any]:
     cut = bool(rollout.limit) or (bool(rollout.samples) and rollout.samples[-1].finish_reason == "length")
     calls = sum(len(message.get("tool_calls") or []) for message in rollout.messages)
     extra: dict[str, Any] = {"policy_tokens": rollout.num_tokens} if rollout.samples else {}
-    if rollout.step_rewards:
+    if rollout.step_rewards or "environment" in rollout.rewards:
         extra["step_rewards"] = list(rollout.step_rewards)
     if rewards := {name: value for name, value in rollout.rewards.items() if value is not None}:
         extra["environment_rewards"] = rewards

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from mrl.errors import ConfigError, RewardError
+from mrl.errors import RewardError
 from mrl.evaltests.carried import RESULT, ROW, row_of_attempt
-from mrl.evaltests.find import find_test, name_of
+from mrl.evaltests.find import find_test
 from mrl.evaltests.results import EvaluateResult
 from mrl.evaltests.scoring import score_rows
 from mrl.rewards.base import RewardRequest, Scores, Total
@@ -29,19 +29,10 @@ class EvaluationReward:
         self.independent = self.test.mode != "all"
         self.bounded = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        name = name_of(self.given)
-        if name is None:
-            raise ConfigError(
-                f"evaluation_test: {self.test.name} is no function of a file's or module's own, and is needed in "
-                "another process; put it at a file's top, and name it file.py:name"
-            )
-        return type(self), (name, self.kwargs)
-
     def recorded(self) -> Any:
         """As a recipe says it."""
-        name = self.given if isinstance(self.given, str) else name_of(self.given)
-        return {"evaluation_test": {"test": name or f"<{self.test.name}>"}}
+        name = self.given if isinstance(self.given, str) else self.test.recorded()
+        return {"evaluation_test": {"test": name}}
 
     async def score(self, requests: list[RewardRequest], *, trainer_state: Any) -> Scores:
         """Rollouts of one task are a group. Raises RewardError for a function that breaks its contract."""

@@ -18,8 +18,8 @@ from mrl.evals import (
     Message,
     evaluation_test,
 )
-from mrl.evaltests.find import find_test, name_of
-from mrl.evaltests.test import EvaluationTest
+from mrl.evaltests.find import find_test
+from mrl.evaltests.test import EvaluationTest, name_of
 
 
 def row(text: str, **fields: Any) -> EvaluationRow:
