@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mrl.processors.agent import AgentRolloutProcessor
     from mrl.processors.base import RolloutProcessor, RolloutProcessorConfig
     from mrl.processors.openenv import OpenEnvRolloutProcessor
+    from mrl.processors.remote import RemoteRolloutProcessor
     from mrl.processors.single_turn import NoOpRolloutProcessor, SingleTurnRolloutProcessor
 
 _WHERE = {
@@ -42,6 +43,7 @@ _WHERE = {
     "mrl.processors.agent": ("AgentRolloutProcessor",),
     "mrl.processors.base": ("RolloutProcessor", "RolloutProcessorConfig"),
     "mrl.processors.openenv": ("OpenEnvRolloutProcessor",),
+    "mrl.processors.remote": ("RemoteRolloutProcessor",),
     "mrl.processors.single_turn": ("NoOpRolloutProcessor", "SingleTurnRolloutProcessor"),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
@@ -64,6 +66,7 @@ __all__ = [
     "MetricResult",
     "NoOpRolloutProcessor",
     "OpenEnvRolloutProcessor",
+    "RemoteRolloutProcessor",
     "RolloutProcessor",
     "RolloutProcessorConfig",
     "SingleTurnRolloutProcessor",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from mrl.processors.agent import AgentRolloutProcessor
 from mrl.processors.openenv import OpenEnvRolloutProcessor
+from mrl.processors.remote import RemoteRolloutProcessor
 from mrl.processors.single_turn import NoOpRolloutProcessor, SingleTurnRolloutProcessor
 
 OPENENV = {
@@ -39,4 +41,9 @@ def own_processor(given: Any) -> Any:
     if kind.__name__ == "OpenEnvRolloutProcessor":
         options = {name: getattr(given, place) for name, place in OPENENV.items()}
         return OpenEnvRolloutProcessor(**options | {"tasks": options["tasks"] or None})
+    if kind.__name__ == "RemoteRolloutProcessor":
+        own = {name: getattr(given, f"_{name}") for name in ("remote_base_url", "poll_interval", "timeout_seconds")}
+        theirs = "tracing.fireworks.ai" in given._model_base_url and not os.environ.get("FIREWORKS_API_KEY")
+        base = None if theirs else given._model_base_url  # without a key that gateway answers nobody
+        return RemoteRolloutProcessor(**own, model_base_url=base, include_payloads=given._include_payloads)
     return given

@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any, Self
 
 from mrl.backends import Backend
-from mrl.errors import ConfigError, EngineError
+from mrl.errors import ConfigError, EngineError, EnvError
 from mrl.evaltests.carried import MADE, row_of_task
 from mrl.evaltests.find import find_test
-from mrl.evaltests.rows import new_id
+from mrl.evaltests.rows import EvaluationRow, new_id
 from mrl.evaltests.test import EvaluationTest
 from mrl.processors.base import RolloutProcessor, RolloutProcessorConfig, SourceProcessor, as_rollout, made_of
 from mrl.processors.foreign import own_processor
+from mrl.processors.gateway import MODEL, Gateway
 from mrl.processors.single_turn import NoOpRolloutProcessor, SingleTurnRolloutProcessor
 from mrl.rollouts import MessagePolicy, PolicyClient, SourceSetup
 from mrl.rollouts.runner import rollout_id
@@ -50,6 +51,7 @@ class EvaluationSource:
             setup=setup,
         )
         self.inner: Any = None
+        self.gateway: Gateway | None = None
         if isinstance(self.processor, SourceProcessor):
             self.inner = self.processor.source(setup, self.config)
 
@@ -63,7 +65,14 @@ class EvaluationSource:
     @property
     def can_train(self) -> bool:
         """Whether what comes of it has tokens."""
-        return self.inner is not None or getattr(self.processor, "gives_tokens", False)
+        gives = getattr(self.processor, "gives_tokens", None)
+        return self.inner is not None or (self.captures if gives is None else bool(gives))
+
+    @property
+    def captures(self) -> bool:
+        """Whether the processor asks an endpoint by itself, which can be one of ours."""
+        own = isinstance(self.processor, SourceProcessor | NoOpRolloutProcessor)
+        return not own and not hasattr(self.processor, "gives_tokens")
 
     def check_tasks(self, tasks: list[Task]) -> None:
         """As the processor's own source checks them."""
@@ -82,6 +91,9 @@ class EvaluationSource:
         problems: list[str] = []
         if (close := getattr(self.inner, "close", None)) is not None:
             problems = await close() or []
+        if self.gateway is not None:
+            await self.gateway.stop()
+            self.gateway = None
         await self.processor.acleanup()
         self.processor.cleanup()
         return problems
@@ -124,24 +136,51 @@ class EvaluationSource:
         row.execution_metadata.rollout_id = name
         for key, value in self.ids.items():
             setattr(row.execution_metadata, key, value)
+        if self.captures and not isinstance(policy, MessagePolicy):
+            return await self._captured(row, task, attempt, policy, seed, name)
         row.input_metadata.completion_params = self.params
-        asks_tokens = not isinstance(policy, MessagePolicy)
-        if asks_tokens and not isinstance(self.processor, NoOpRolloutProcessor) and not self.can_train:
-            raise ConfigError(
-                f"rollout_processor: {type(self.processor).__name__} asks an endpoint by itself, and this model has "
-                "none; serve it, and say where with --model http://127.0.0.1:8000/v1"
-            )
-        config = replace(self.config, policy=policy, seed=seed, setup=self.setup if asks_tokens else None)
-        taken = getattr(self.processor, "samples", None)
-        theirs = self.processor(self.test.convert.to_its([row]) if self.foreign else [row], config)
-        done = await theirs[0]
-        filled = self.test.convert.from_its([done])[0] if self.foreign else done
+        setup = None if isinstance(policy, MessagePolicy) else self.setup
+        done = await self._ask(row, replace(self.config, policy=policy, seed=seed, setup=setup))
+        rollout = as_rollout(task, attempt, rollout_id(task, attempt), done)
+        if (samples := getattr(self.processor, "samples", None)) is not None:
+            rollout.samples = samples(name)
+        return rollout, rollout.extra[MADE]
+
+    async def _captured(
+        self, row: EvaluationRow, task: Task, attempt: int, policy: PolicyClient, seed: int, name: str
+    ) -> tuple[Rollout, dict[str, Any]]:
+        """By one that asks an endpoint: it is told an address of ours, where the policy answers."""
+        if self.gateway is None:
+            self.gateway = Gateway()
+        await self.gateway.start()
+        traced = self.gateway.open(name, policy, self.setup, seed)
+        served = {
+            "model": f"openai/{MODEL}",
+            "base_url": f"{self.gateway.url}/rollout_id/{name}",
+            "api_key": self.gateway.serving.token or "none",
+        }
+        params = {key: value for key, value in self.params.items() if key not in ("api_base", "stream")} | served
+        row.input_metadata.completion_params = params
+        try:
+            done = await self._ask(row, replace(self.config, completion_params=params, seed=seed, setup=None))
+        finally:
+            self.gateway.close(name)
+        if not traced.samples:
+            kind = type(self.processor).__name__
+            raise EnvError(f"{kind} did not ask the model at base_url of its completion_params ({served['base_url']})")
+        done.input_metadata.completion_params = self.params
+        rollout = as_rollout(task, attempt, rollout_id(task, attempt), done)
+        rollout.samples = traced.samples
+        return rollout, rollout.extra[MADE]
+
+    async def _ask(self, row: EvaluationRow, config: RolloutProcessorConfig) -> EvaluationRow:
+        """Raises EngineError for a row that comes back with an error."""
+        (begun,) = self.processor(self.test.convert.to_its([row]) if self.foreign else [row], config)
+        done = await begun
+        filled: EvaluationRow = self.test.convert.from_its([done])[0] if self.foreign else done
         if filled.rollout_status.is_error():
             raise EngineError(filled.rollout_status.message)
-        rollout = as_rollout(task, attempt, rollout_id(task, attempt), filled)
-        if taken is not None:
-            rollout.samples = taken(name)
-        return rollout, rollout.extra[MADE]
+        return filled
 
     @property
     def foreign(self) -> bool:
