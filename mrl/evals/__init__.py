@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mrl.evals.bridge.openenv import create_openenv_vllm_rollout_func
     from mrl.evals.running import TestReport, run_test
     from mrl.evaltests.loaders import (
         DataLoaderResult,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mrl.processors.single_turn import NoOpRolloutProcessor, SingleTurnRolloutProcessor
 
 _WHERE = {
+    "mrl.evals.bridge.openenv": ("create_openenv_vllm_rollout_func",),
     "mrl.evals.running": ("TestReport", "run_test"),
     "mrl.evaltests.loaders": (
         *("DataLoaderResult", "DynamicDataLoader", "EvaluationDataLoader", "EvaluationRowJsonlDataLoader"),
@@ -73,6 +75,7 @@ __all__ = [
     "Status",
     "StepOutput",
     "TestReport",
+    "create_openenv_vllm_rollout_func",
     "default_dataset_adapter",
     "evaluation_test",
     "run_test",
