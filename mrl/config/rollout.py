@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mrl.config.section import Section, changed_options
 from mrl.errors import ConfigError
@@ -56,6 +57,11 @@ class RolloutConfig(Section):
     """Seconds one attempt may take. A `single_turn` that takes longer is a failed rollout. None = no limit."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
     """Attempts under way at a time; None = all of a step. With a limit, sampling is not repeatable to the last bit."""
+
+    @field_validator("evaluation_test", mode="before")
+    @classmethod
+    def _a_path_is_a_name(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
 
     @model_validator(mode="after")
     def _tools_have_their_source(self) -> Self:

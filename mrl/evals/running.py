@@ -309,7 +309,7 @@ def write_record(report: TestReport, target: Target, groups: list[Group]) -> Pat
 def write_rows(path: Path, rows: Sequence[EvaluationRow]) -> None:
     """One line of JSON each."""
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(row.model_dump_json(exclude_none=True) + "\n" for row in rows)
+        file.writelines(row.model_dump_json() + "\n" for row in rows)
 
 
 def _free(folder: Path) -> Path:
