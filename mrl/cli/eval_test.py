@@ -37,8 +37,9 @@ def evaluate(argv: list[str]) -> int:
 def names_test(argv: list[str]) -> bool:
     """Whether a command line is about a test rather than a model: its first word is a file, or a model is named."""
     first = next((word for word in argv if not word.startswith("-")), "")
-    is_file = first.partition(":")[0].endswith(".py")
-    return is_file or any(word == "--model" or word.startswith("--model=") for word in argv)
+    flags = {word.partition("=")[0] for word in argv if word.startswith("-")}
+    is_file = first.partition(":")[0].endswith(".py") and not flags & {"--dataset", "--dataset-name"}
+    return is_file or "--model" in flags
 
 
 def evaluate_test(argv: list[str]) -> int:
