@@ -195,6 +195,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 HELPS = {
     "train": "mrl train quickstart",
+    "plan": "mrl plan recipe.yaml --backend modal",
     "eval": "mrl eval my-run",
     "sample": "mrl sample starter",
     "runs": "mrl runs compare",

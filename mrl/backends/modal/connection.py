@@ -19,47 +19,61 @@ class _Connection:
     users: set[int] = set()  # noqa: RUF012
     """Backends that use the app which runs here, by id."""
     closing: contextlib.AsyncExitStack | None = None
+    spent = False
+    """Whether the app has run: its classes cannot be used again, and are made anew for the next time."""
 
 
 def load_app(settings: Settings) -> Any:
     """The module of the app with these settings. Raises ConfigError while one with others runs in this process."""
     require_modal()
     module = sys.modules.get(_MODULE)
-    if module is not None and module.settings == settings:
+    if module is not None and module.settings == settings and not _Connection.spent:
         return module
-    if module is not None and _runs(module):
+    if module is not None and (_runs(module) or _Connection.users):
         raise ConfigError(
             f"backend_options: the Modal app that runs here has {module.settings}, and the run asks for {settings}; "
             f"give the app's settings in the environment as {VARIABLE}='{settings.environ()[VARIABLE]}' "
             "(`modal run` reads them as it starts), or leave them out"
         )
+    _Connection.spent = False
+    before = os.environ.get(VARIABLE)
     os.environ.update(settings.environ())
-    return importlib.import_module(_MODULE) if module is None else importlib.reload(module)
+    try:
+        return importlib.import_module(_MODULE) if module is None else importlib.reload(module)
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
-async def connect(backend: object, settings: Settings, *, made: Sequence[str], output: bool) -> Any:
+async def connect(backend: object, settings: Settings, *, made: Sequence[str], detach: bool, output: bool) -> Any:
     """Run the app unless it runs: as in `modal run`, or in a container. Returns its module.
 
-    made: names of settings whose object at Modal is made when it is missing. output: show what containers print.
+    made: names of settings whose object at Modal is made when it is missing.
+    detach: it outlives this process. output: show what containers print.
     Raises ConfigError, before anything is started, for what is missing at Modal.
     """
     import modal
 
-    module = load_app(settings)
-    if not _Connection.users and _runs(module):
-        return module
-    if not _Connection.users:
+    if _Connection.users:
+        module = sys.modules[_MODULE]
+        if module.settings != settings:
+            load_app(settings)  # which says why not
+    else:
+        module = load_app(settings)
+        if _runs(module):
+            return module
         stack = contextlib.AsyncExitStack()
         try:
             await _check(settings, made)
             if output:
                 stack.enter_context(modal.enable_output())
-            await stack.enter_async_context(module.app.run())
+            await stack.enter_async_context(module.app.run(detach=detach))
         except modal.exception.AuthError as error:
             raise ConfigError(f"backend: Modal does not know who you are: {error}; run `modal setup`") from error
         except modal.exception.Error as error:
             raise ConfigError(f"backend: Modal does not start the app {settings.app}: {error}") from error
-        _Connection.closing = stack
+        _Connection.closing, _Connection.spent = stack, True
     _Connection.users.add(id(backend))
     return module
 
@@ -76,7 +90,8 @@ async def disconnect(backend: object) -> None:
 
 
 def _runs(module: Any) -> bool:
-    return module.app.app_id is not None
+    """Whether somebody else has started it: `modal run`, or Modal, in a container."""
+    return module.app.app_id is not None and not _Connection.spent
 
 
 async def _check(settings: Settings, made: Sequence[str]) -> None:
