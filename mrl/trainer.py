@@ -166,9 +166,17 @@ def choose_run_dir(config: OrchestratorConfig) -> Path:
     if config.run.run_name is not None:
         return runs_root() / config.run.run_name
     model = Path(config.model.model).name or "model"
-    named = config.data.dataset_name
+    test = config.rollout.evaluation_test
+    named = config.data.dataset_name if test is None else _test_name(test)
     data = re.sub(r"[^\w.-]+", "-", named if ":" in named else Path(named).stem) if named else "data"
     return runs_root() / f"{model}-{data}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _test_name(test: Any) -> str:
+    """Of a function, a file or a module."""
+    named = test if isinstance(test, str) else str(getattr(test, "name", None) or getattr(test, "__name__", "test"))
+    where, _, name = named.partition(":")
+    return name.strip(":") or (Path(where).stem if where.endswith(".py") else where)
 
 
 def run_to_end(work: Coroutine[Any, Any, T], run: RecordedRun | RunOnModal | None = None) -> T:

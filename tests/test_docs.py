@@ -32,9 +32,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_commands_and_flags_exist(page: Path) -> None:
     from mrl.cli.flags import ALIASES
 
-    own = {"json", "num-samples", "by", "confidence", "output", "merged", "which", "step", "gradients", "format"}
+    own = {
+        "json",
+        "num-samples",
+        "num-runs",
+        "by",
+        "confidence",
+        "output",
+        "merged",
+        "which",
+        "step",
+        "gradients",
+        "format",
+    }
     own |= {
         "simple-mode",
+        "num-runs",
         "yes",
         "failed",
         "limit",

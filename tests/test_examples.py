@@ -201,6 +201,20 @@ def test_web_tasks(folder: Path, capsys: Output) -> None:
     assert any(message["role"] == "tool" and "[1]" in message["content"] for row in rows for message in row["messages"])
 
 
+@pytest.mark.browser
+def test_web_tasks_as_an_evaluation_test(folder: Path, capsys: Output) -> None:
+    script("examples/browsergym/train.py", capsys, "--model", "starter", "--max-steps", "1")
+    (trained,) = (folder / "runs").iterdir()
+    rows = list(read_rows(trained, "rollouts"))
+    assert {row["status"] for row in rows} == {"ok"}
+    assert any(len(row["step_rewards"]) == 4 for row in rows)
+    (report,) = json.loads(
+        mrl(capsys, "eval", "examples/browsergym/miniwob_eval.py", "--model", str(trained), "--json")
+    )
+    assert (report["rows"], report["unscored"], report["passed"]) == (12, 0, True)
+    assert report["metrics"]["actions"]["mean"] > 1
+
+
 @pytest.mark.ray
 def test_a_ray_cluster_that_ends_with_its_run(folder: Path) -> None:
     command = [sys.executable, "-m", "mrl", "train", "ray.yaml", "--max-steps", "2", "--json"]

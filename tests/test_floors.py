@@ -15,10 +15,21 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS: dict[int, list[str]] = {
     1: ["types", "errors", "registry", "system", "algorithms", "starter", "data", "config"],
-    2: ["store", "weights", "tracking", "sandbox", "models", "rewards", "environments", "modeling", "engines"],
+    2: [
+        "store",
+        "weights",
+        "tracking",
+        "sandbox",
+        "models",
+        "evaltests",
+        "rewards",
+        "environments",
+        "modeling",
+        "engines",
+    ],
     3: ["backends", "sync"],
     4: ["experience", "mismatch", "actor", "workers"],
-    5: ["rollouts", "server"],
+    5: ["rollouts", "server", "processors"],
     6: ["loop", "simple", "evals"],
     7: ["trainer", "trl", "mrl", "cli", "__main__", "app", "train"],
 }

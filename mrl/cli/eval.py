@@ -13,7 +13,6 @@ from typing import Any
 from mrl.cli.flags import Groups, argument, parse
 from mrl.cli.inherit import (
     Inherited,
-    find_run_of,
     held_out_split,
     inherit_all,
     inherit_prompts,
@@ -22,6 +21,7 @@ from mrl.cli.inherit import (
 )
 from mrl.config.dialects import in_flags
 from mrl.errors import ConfigError, DataError, ModelError, RewardError
+from mrl.evals.run_models import find_run_of
 from mrl.system.units import plural
 
 DEFAULTS = {"max_tokens": 1024}
@@ -89,7 +89,7 @@ JSON = argument("Print the result as JSON.", default="off", kind=bool)
 
 
 def evaluate(argv: list[str]) -> int:
-    """Measure a model: mean reward, pass@1, pass@k, with confidence intervals."""
+    """Measure a model: mean reward, pass@1, pass@k, with confidence intervals; or run an evaluation test."""
     given = parse(
         "mrl eval",
         "Measure a model on a set of tasks: mean reward, pass@1 and pass@k (unbiased estimator), each with a\n"
@@ -98,7 +98,8 @@ def evaluate(argv: list[str]) -> int:
         "  mrl eval my-run@best --num-samples 8       its best checkpoint, with pass@1, 2, 4 and 8\n"
         "  mrl eval my-run --dataset others.jsonl     on other tasks\n"
         "  mrl eval starter --dataset tiny-code --by family\n"
-        "  mrl eval PATH_OR_HUB_ID --dataset tasks.jsonl --reward-funcs my_rewards.py:accuracy\n\n"
+        "  mrl eval PATH_OR_HUB_ID --dataset tasks.jsonl --reward-funcs my_rewards.py:accuracy\n"
+        "  mrl eval my_eval.py --model my-run         an evaluation test (`mrl eval my_eval.py --help`)\n\n"
         "What is taken over from a run is said in one line, and every flag overrides it.",
         argv,
         options=EVAL_GROUPS,
@@ -132,22 +133,24 @@ def evaluate(argv: list[str]) -> int:
     options.setdefault("dataset_split", held_out_split(options["dataset_name"]))
     config = _config(model, options, inherited)
     if inherited and was_trained_on(inherited.run, options):
-        _note(f"these are the tasks that {inherited.run.name} was trained on, not held-out ones")
+        say_note(f"these are the tasks that {inherited.run.name} was trained on, not held-out ones")
 
     from mrl.evals.evaluation import evaluate as run_evaluation
     from mrl.store.run import write_rollouts
     from mrl.trainer import run_to_end
 
-    with _explained(model, inherited), _Progress("evaluating") as progress:
+    with _explained(model, inherited), Progress("evaluating") as progress:
         report = run_to_end(
-            run_evaluation(config, samples_per_task=count, by=by, confidence=confidence, progress=progress, note=_note)
+            run_evaluation(
+                config, samples_per_task=count, by=by, confidence=confidence, progress=progress, note=say_note
+            )
         )
     report = replace(report, model=model)
     if output:
         write_rollouts(output, report.groups)
     if as_json:
         plain = {name: value for name, value in asdict(report).items() if name != "groups"}
-        _print_json(plain | _effective(config, EVAL_GROUPS, inherited))
+        print_json(plain | _effective(config, EVAL_GROUPS, inherited))
     else:
         _print_evaluation(report, by)
     return 0
@@ -227,7 +230,7 @@ def sample(argv: list[str]) -> int:
     with _explained(model, inherited):
         completions = run_to_end(run_sample(config, prompt, count))
     if as_json:
-        _print_json(
+        print_json(
             {"model": model, "prompt": prompt, "completions": completions}
             | _effective(config, SAMPLE_GROUPS, inherited)
         )
@@ -251,7 +254,7 @@ def _config(model: str, options: dict[str, Any], inherited: Inherited | None) ->
     if inherited:
         _say(inherited.said(DEFAULTS))
         for note in inherited.notes:
-            _note(note)
+            say_note(note)
     source = str(inherited.checkpoint.path) if inherited else model
     return OrchestratorConfig.from_flat(**(DEFAULTS | options | {"model": source}))
 
@@ -295,7 +298,7 @@ def _no_run(model: str) -> str:
     return f"; did you mean the run {close!r}?" if close else ""
 
 
-class _Progress:
+class Progress:
     """A progress bar on stderr, as a callback."""
 
     def __init__(self, label: str) -> None:
@@ -322,11 +325,11 @@ class _Progress:
         self.bar.stop()
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
 
 
-def _note(message: str) -> None:
+def say_note(message: str) -> None:
     """What was written for recipes, in flags."""
     _say(f"note: {in_flags(message)}")
 

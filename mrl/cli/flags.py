@@ -33,6 +33,7 @@ FLAG_TYPES: dict[str, Any] = {
     "tools": list[str],
     "environment_factory": list[str],
     "rollout_func": str,
+    "evaluation_test": str,
     "sandbox_options": list[str],
     "backend_options": list[str],
     "trl_args": list[str],
@@ -52,6 +53,8 @@ FLAG_HELP = {
     "(`mrl env list`); or several by the column `environment`, each as `name=file.py:Class`.",
     "rollout_func": "A function that makes all rollouts of a step, as TRL takes it: `file.py:function` or "
     "`package.module:function`; docs/rollout-func.md.",
+    "evaluation_test": "A test with `@evaluation_test`, which brings the rows, how they are attempted, and the score: "
+    "`my_eval.py`, `my_eval.py:name` or a module's name; docs/evaluation-tests.md.",
     "sandbox_options": "Arguments of the sandbox, each as `key=value` (values as in YAML), or all as one JSON object, "
     "e.g. `slots=4 modules=[numpy]`; docs/sandbox.md lists them.",
     "backend_options": "Options of the backend's own, each as `key=value` (values as in YAML), or all as one JSON "

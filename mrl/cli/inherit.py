@@ -14,15 +14,12 @@ from mrl.config import flat_fields
 from mrl.data.files import BUILDERS
 from mrl.data.sources import own_reward
 from mrl.errors import ConfigError
-from mrl.loop.resume import existing_run, is_description, stored_options
-from mrl.store.checkpoints import Checkpoint, find_checkpoint
-from mrl.store.find import all_runs, find_run, runs_root, shortest_name
+from mrl.evals.run_models import PROMPTS_AND_LIMITS
+from mrl.loop.resume import is_description, stored_options
+from mrl.store.checkpoints import Checkpoint
+from mrl.store.find import all_runs, shortest_name
 from mrl.system.shell import command
 
-PROMPTS_AND_LIMITS = (
-    *("prompt_format", "system_prompt", "chat_template_kwargs"),
-    *("max_tokens", "max_model_len", "stop", "dtype"),
-)
 SCORE = (
     *("reward_funcs", "reward_weights", "reward_timeout", "reward_trial"),
     *("sandbox", "sandbox_options", "sandbox_timeout", "sandbox_memory_mb"),
@@ -70,26 +67,6 @@ class Inherited:
         ]
         source = f"{self.run.name}, step {self.checkpoint.step}"
         return f"as in the run ({source}; flags override): {' '.join(differing) or 'the defaults'}"
-
-
-def find_run_of(model: str) -> tuple[Path, Checkpoint] | None:
-    """The run and the checkpoint a model's name stands for: RUN, RUN@best, RUN@40, a run's folder, or a checkpoint's.
-
-    None = it is no run. Raises ConfigError where it can be nothing else and is not there, CheckpointError when the run
-    has no such checkpoint.
-    """
-    path = Path(model).expanduser()
-    if model == "starter":
-        return None
-    if path.parent.name == "checkpoints" and (run := find_run(str(path.parent.parent))) is not None:
-        return run, find_checkpoint(run, path.name)
-    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
-        return None
-    name, _, which = model.rpartition("@") if "@" in model else (model, "", "newest")
-    found = find_run(name)
-    if found is None and "/" in name and not path.exists() and path.parent.resolve() == runs_root().resolve():
-        existing_run(name)
-    return None if found is None else (found, find_checkpoint(found, which))
 
 
 def similar_run(name: str) -> str | None:
@@ -151,6 +128,11 @@ def _take(inherited: Inherited, recorded: dict[str, Any], given: dict[str, Any],
 
 
 def _tasks(run: Path, recorded: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    if recorded.get("evaluation_test") is not None and "dataset_name" not in given:
+        test = "TEST" if is_description(recorded["evaluation_test"]) else recorded["evaluation_test"]
+        raise ConfigError(
+            f"{run}: it was trained with an evaluation test; measure it with that: mrl eval {test} --model {run.name}"
+        )
     trained, held_out, split = (recorded.get(name) for name in ("dataset_name", "eval_dataset", "eval_split"))
     asked, found = given.get("dataset_name"), {}
     if asked is None:

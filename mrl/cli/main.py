@@ -237,7 +237,7 @@ def _lazily(where: str) -> Command:
 COMMANDS: dict[str, tuple[Command, str]] = {
     "train": (train, "train a model by reinforcement learning"),
     "plan": (_lazily("mrl.cli.plan:plan"), "what `mrl train` would start, and what it would cost"),
-    "eval": (_lazily("mrl.cli.eval:evaluate"), "measure a model: mean reward, pass@1, pass@k"),
+    "eval": (_lazily("mrl.cli.eval_test:evaluate"), "measure a model: mean reward, pass@k; run an evaluation test"),
     "sample": (_lazily("mrl.cli.eval:sample"), "print what a model says to a prompt"),
     "runs": (_lazily("mrl.cli.runs:runs"), "list, show, compare, export and delete runs"),
     "checkpoints": (_lazily("mrl.cli.checkpoints:checkpoints"), "list, verify, export or publish a run's checkpoints"),

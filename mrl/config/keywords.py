@@ -132,6 +132,7 @@ class Options(TypedDict, total=False):
     tools: Any
     environment_factory: Any
     rollout_func: Any
+    evaluation_test: Any
     serve: str | None
     serve_token_env: str
     max_turns: int | None

@@ -107,6 +107,22 @@ class OrchestratorConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _an_evaluation_test_brings_tasks_and_score(self) -> Self:
+        if self.rollout.evaluation_test is None:
+            return self
+        for name in ("train_dataset", "dataset_name"):
+            if getattr(self.data, name) is not None:
+                raise ConfigError(f"{name}: the evaluation_test brings its rows; leave one of the two out")
+        own = {"evaluation_test": {"test": self.rollout.evaluation_test}}
+        given = self.reward.reward_funcs
+        if given is not None and not (isinstance(given, dict) and list(given) == ["evaluation_test"]):
+            raise ConfigError(
+                "reward_funcs: the evaluation_test says what a rollout is worth; leave one of the two out"
+            )
+        self.reward.reward_funcs = own
+        return self
+
+    @model_validator(mode="after")
     def _tasks_may_bring_their_reward(self) -> Self:
         from mrl.data.sources import own_reward
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mrl.config.section import Section, changed_options
 from mrl.errors import ConfigError
@@ -34,6 +35,10 @@ class RolloutConfig(Section):
     rollout_func: Any = None
     """A function that makes all rollouts of a step, as TRL takes it: `(prompts, trainer)` or `(prompts, args,
     processing_class)`; or its name, `file.py:function`. Selects the source `rollout_func`."""
+    evaluation_test: Any = None
+    """A test with `@evaluation_test` that brings the rows, how they are attempted, and the score
+    (docs/evaluation-tests.md): its module, `my_eval.py`, `my_eval.py:name`, or the function. Selects the source
+    `evaluation_test`."""
     serve: str | None = None
     """Where other programs may ask the policy, with its newest weights: `host:port`, port 0 = any that is free, `off`.
     None = 127.0.0.1:8000 with a `rollout_func`, else off. The route is `POST /generate/` (docs/rollout-func.md)."""
@@ -53,11 +58,24 @@ class RolloutConfig(Section):
     max_concurrent_rollouts: int | None = Field(None, ge=1)
     """Attempts under way at a time; None = all of a step. With a limit, sampling is not repeatable to the last bit."""
 
+    @field_validator("evaluation_test", mode="before")
+    @classmethod
+    def _a_path_is_a_name(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
     @model_validator(mode="after")
     def _tools_have_their_source(self) -> Self:
         given = [name for name in ("tools", "environment_factory") if getattr(self, name) is not None]
         if given and self.rollout_func is not None:
             raise ConfigError(f"{given[0]}: a rollout_func makes the rollouts and calls tools itself; leave one out")
+        if self.evaluation_test is not None:
+            other = [*given, *(["rollout_func"] if self.rollout_func is not None else [])]
+            if other:
+                raise ConfigError(f"{other[0]}: the evaluation_test says how its rows are attempted; leave one out")
+            if self.source != "evaluation_test":
+                raise ConfigError(
+                    f"evaluation_test: rollout_source {self.rollout_source} takes none; leave one of the two out"
+                )
         if given and self.source != "tools":
             raise ConfigError(f"{given[0]}: rollout_source {self.rollout_source} takes none; leave one of the two out")
         if self.rollout_func is not None and self.source != "rollout_func":
@@ -78,6 +96,8 @@ class RolloutConfig(Section):
         """The source's name, which tools, environments and rollout functions imply."""
         if self.rollout_func is not None and self.rollout_source == "single_turn":
             return "rollout_func"
+        if self.evaluation_test is not None and self.rollout_source == "single_turn":
+            return "evaluation_test"
         given = self.tools is not None or self.environment_factory is not None
         return "tools" if given and self.rollout_source == "single_turn" else self.rollout_source
 
@@ -87,6 +107,7 @@ class RolloutConfig(Section):
         own: dict[str, dict[str, Any]] = {
             "tools": {"tools": self.tools, "environment_factory": self.environment_factory},
             "rollout_func": {"rollout_func": self.rollout_func},
+            "evaluation_test": {} if self.evaluation_test is None else {"test": self.evaluation_test},
         }
         return self.rollout_options | own.get(self.source, {})
 

@@ -80,7 +80,7 @@ async def evaluate(
     server, backend = PolicyServer(config), backend_of(config)
     try:
         await start_source(prepared.source, backend, note)
-        policy = await _policy(backend, config, prepared.max_model_len)
+        policy = await open_policy(backend, config, prepared.max_model_len)
         rewards = await spawn_rewards(backend, config, note)
         collector = Collector.of(config, prepared, policy, rewards, samples_per_task)
         seed, state, tasks = derive_seed(config.training.seed, "eval"), TrainerState(0, 0, None), prepared.tasks
@@ -172,7 +172,7 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
         )
     backend = backend_of(config)
     try:
-        policy = await _policy(backend, config, limit)
+        policy = await open_policy(backend, config, limit)
         params = sampling_params(config)
         requests = [
             GenerateRequest(str(k), prompt_ids, params, derive_seed(config.training.seed, "sample", k))
@@ -195,7 +195,8 @@ async def sample(config: OrchestratorConfig, prompt: str, count: int) -> list[di
     ]
 
 
-async def _policy(backend: Backend, config: OrchestratorConfig, max_model_len: int) -> RolloutPool:
+async def open_policy(backend: Backend, config: OrchestratorConfig, max_model_len: int) -> RolloutPool:
+    """The configured model as somebody to ask; it ends with the backend."""
     worker = await spawn_rollout(backend, config, max_model_len, 0, alone=True)
     await worker.call("load")
     policy = RolloutPool([worker], max_model_len)

@@ -17,6 +17,9 @@ from mrl.data.tasks import Row, rows_to_tasks
 from mrl.engines import ENGINES
 from mrl.engines.vllm import devices as vllm_devices
 from mrl.errors import ConfigError
+from mrl.evaltests.carried import tasks_of
+from mrl.evaltests.find import find_test
+from mrl.evaltests.rows import EvaluationRow
 from mrl.experience.metric_names import check_best_metric, loggers, metric_names
 from mrl.loop.colocate import check_colocate, gpu_shares
 from mrl.loop.images import check_images, processor_of
@@ -108,6 +111,7 @@ def prepare(config: OrchestratorConfig) -> Prepared:
         rewards.check_attempts(1)
     counts = Counts(taken_of(len(tasks), all_tasks), taken_of(len(eval_tasks), all_eval_tasks))
     prepared = _with_model(config, tasks, eval_tasks, counts, rewards)
+    _check_test(config, prepared.source)
     if colocated:
         _, actor = engine_gpus(config)
         assert actor is not None
@@ -122,6 +126,23 @@ def _let_source_score(config: OrchestratorConfig) -> None:
     scores = getattr(source, "scores", False)
     if config.reward.reward_funcs is None and (scores(**config.rollout.source_options) if callable(scores) else scores):
         config.reward.reward_funcs = "own"
+
+
+def _check_test(config: OrchestratorConfig, source: Any) -> None:
+    """Whether an evaluation test can be trained on."""
+    if config.rollout.evaluation_test is None:
+        return
+    test = find_test(config.rollout.evaluation_test)
+    if not getattr(source, "can_train", True):
+        raise ConfigError(
+            f"evaluation_test: {test.name}: {type(source.processor).__name__} makes rollouts whose tokens nobody sees, "
+            "so nothing can be learned from them; use SingleTurnRolloutProcessor, AgentRolloutProcessor, "
+            "OpenEnvRolloutProcessor or RemoteRolloutProcessor"
+        )
+    if test.mode == "all" and config.runtime.num_reward_workers > 1:
+        raise ConfigError(
+            f"num_reward_workers: {test.name} has mode all, which scores a step's rollouts in one call; use 1"
+        )
 
 
 def _check_shared_weights(config: OrchestratorConfig) -> None:
@@ -257,6 +278,8 @@ def _tasks_of(config: OrchestratorConfig, loaded: Loaded) -> list[Task]:
 def load_train_rows(config: OrchestratorConfig) -> Loaded:
     """The rows behind them. Raises ConfigError, DataError."""
     data = config.data
+    if config.rollout.evaluation_test is not None:
+        return _test_rows(config, find_test(config.rollout.evaluation_test).training_rows(), data.max_samples)
     source = data.train_dataset if data.train_dataset is not None else data.dataset_name
     if source is None and config.rollout.environment_factory is not None:
         return _placeholders(config)
@@ -265,6 +288,13 @@ def load_train_rows(config: OrchestratorConfig) -> Loaded:
             "no dataset: set dataset_name (a Hub id, file or folder, or tiny-code), or pass train_dataset in Python"
         )
     return _load(config, source, data.dataset_split, data.max_samples)
+
+
+def _test_rows(config: OrchestratorConfig, rows: list[EvaluationRow], limit: int | None) -> Loaded:
+    """Rows of an evaluation test, as those of a dataset."""
+    taken = tasks_of(rows[: limit or None])
+    columns = [{"id": task.id, "prompt": task.prompt, **task.columns} for task in taken]
+    return Loaded(columns, f"evaluation_test {config.rollout.evaluation_test}", len(rows))
 
 
 def _placeholders(config: OrchestratorConfig) -> Loaded:
@@ -297,6 +327,12 @@ def load_eval_rows(config: OrchestratorConfig) -> Loaded:
         if config.training.eval_steps:
             raise ConfigError("eval_steps needs held-out tasks: set eval_split or eval_dataset")
         return Loaded([], "", 0)
+    if config.rollout.evaluation_test is not None:
+        if data.eval_split is not None or data.eval_dataset is None:
+            raise ConfigError(
+                "eval_split: the evaluation_test's rows have no splits; give eval_dataset, a file of rows held out"
+            )
+        return _test_rows(config, find_test(config.rollout.evaluation_test).rows_of(data.eval_dataset), None)
     source = next(s for s in (data.eval_dataset, data.train_dataset, data.dataset_name) if s is not None)
     return _load(config, source, data.eval_split or "train", None)
 

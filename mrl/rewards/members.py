@@ -9,6 +9,7 @@ REWARDS: Registry[Any] = Registry(
     "reward_funcs",
     {
         "classifier": "mrl.rewards.classifier:Classifier",
+        "evaluation_test": "mrl.rewards.evaluation:EvaluationReward",
         "judge": "mrl.rewards.judge:Judge",
         "sandbox": "mrl.rewards.code:CodeReward",
         "sandbox_partial": "mrl.rewards.code:PartialCodeReward",

@@ -7,7 +7,7 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.registry import Registry
-from mrl.rollouts.base import BatchSource, PolicyClient, RolloutSource, SourceSetup, TurnLimits
+from mrl.rollouts.base import BatchSource, MessagePolicy, PolicyClient, RolloutSource, SourceSetup, TurnLimits
 
 ROLLOUT_SOURCES: Registry[type[RolloutSource] | type[BatchSource]] = Registry(
     "rollouts",
@@ -17,6 +17,7 @@ ROLLOUT_SOURCES: Registry[type[RolloutSource] | type[BatchSource]] = Registry(
         "tools": "mrl.rollouts.tools.source:ToolSource",
         "rollout_func": "mrl.rollouts.function.source:FunctionSource",
         "openenv": "mrl.rollouts.openenv.source:OpenEnvSource",
+        "evaluation_test": "mrl.processors.source:EvaluationSource",
     },
 )
 
@@ -36,6 +37,7 @@ def check_source(name: str, options: dict[str, Any]) -> type[RolloutSource] | ty
 __all__ = [
     "ROLLOUT_SOURCES",
     "BatchSource",
+    "MessagePolicy",
     "PolicyClient",
     "RolloutSource",
     "SourceSetup",

@@ -10,11 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from mrl.types import Completion, GenerateRequest, Group, Rollout, SamplingParams, Task, TokenSequence
+from mrl.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Group,
+    Message,
+    Rollout,
+    SamplingParams,
+    Task,
+    TokenSequence,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mrl.rollouts.chat import AssistantTurn, ChatFormat, ToolSpec
     from mrl.rollouts.prompts import PromptEncoder
 
 
@@ -39,6 +50,32 @@ class PolicyClient(Protocol):
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[list[float]]:
         """Of each completion's tokens, at the sequence's temperature. Raises EngineError where it cannot say them."""
+        ...
+
+
+@dataclass
+class Reply:
+    """What a policy that is asked with messages said."""
+
+    turn: AssistantTurn
+    finish_reason: FinishReason = "stop"
+    prompt_tokens: int = 0
+    """As far as it says how many; 0 = it does not."""
+    completion_tokens: int = 0
+    logprobs: Any = None
+    """As it gave them."""
+
+
+@runtime_checkable
+class MessagePolicy(Protocol):
+    """A policy that is asked with messages and whose tokens nobody sees: somebody's endpoint. Sources of conversations
+    (`mrl.rollouts.multi_turn`) play with it as with a `PolicyClient`; what comes of it cannot be trained on."""
+
+    max_model_len: int
+    """A bound for what it may be told, where its own is not known."""
+
+    async def reply(self, messages: list[Message], tools: list[ToolSpec], sampling: SamplingParams, seed: int) -> Reply:
+        """Its next turn. Raises EngineError."""
         ...
 
 
@@ -70,6 +107,12 @@ class SourceSetup:
     """Of attempts of several turns."""
     vocab_size: int | None = None
     """Of the model, which may have more ids than its tokenizer; None = as many."""
+
+    def chat(self) -> ChatFormat:
+        """How the model writes conversations. Raises ConfigError where it has no chat template."""
+        from mrl.rollouts.chat import chat_format
+
+        return chat_format(self.tokenizer, self.encoder.template_kwargs, images=self.encoder.images)
 
     @property
     def vocabulary(self) -> int:

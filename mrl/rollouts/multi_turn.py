@@ -13,14 +13,14 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from math import fsum
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mrl.errors import EngineError, EnvError
-from mrl.rollouts.base import PolicyClient, SourceSetup, TurnLimits
+from mrl.rollouts.base import MessagePolicy, PolicyClient, Reply, SourceSetup, TurnLimits
 from mrl.rollouts.chat import AssistantTurn, ChatFormat, ToolSpec
 from mrl.rollouts.conversation import Conversation
 from mrl.rollouts.runner import rollout_id
-from mrl.types import GenerateRequest, Message, Prompt, Rollout, Task, derive_seed
+from mrl.types import Completion, GenerateRequest, Message, Prompt, Rollout, Sample, Task, derive_seed
 
 T = TypeVar("T")
 
@@ -58,13 +58,22 @@ class Episode(Protocol):
 
 
 async def play(
-    episode: Episode, chat: ChatFormat, setup: SourceSetup, task: Task, attempt: int, policy: PolicyClient, seed: int
+    episode: Episode,
+    chat: ChatFormat,
+    setup: SourceSetup,
+    task: Task,
+    attempt: int,
+    policy: PolicyClient | MessagePolicy,
+    seed: int,
 ) -> Rollout:
-    """One attempt, from the first message to the reward. Parts of the reward are in `Rollout.rewards`.
+    """One attempt, from the first message to the reward. Parts of the reward are in `Rollout.rewards`. With a policy
+    that is asked with messages there are no samples.
 
     Raises EnvError when a limit of time is reached before the policy has said anything, or while rewards are asked for;
     EngineError for a request that cannot be served; and what the environment raises.
     """
+    if isinstance(policy, MessagePolicy):
+        return await _MessageAttempt(episode, chat, setup, policy, task, attempt).play(seed)
     return await _Attempt(episode, chat, setup, policy, task, attempt).play(seed)
 
 
@@ -72,7 +81,7 @@ class _Attempt:
     """An attempt while it lasts."""
 
     def __init__(
-        self, episode: Episode, chat: ChatFormat, setup: SourceSetup, policy: PolicyClient, task: Task, attempt: int
+        self, episode: Episode, chat: ChatFormat, setup: SourceSetup, policy: Any, task: Task, attempt: int
     ) -> None:
         self.episode, self.chat, self.policy = episode, chat, policy
         self.task, self.attempt, self.name = task, attempt, rollout_id(task, attempt)
@@ -94,7 +103,7 @@ class _Attempt:
         first = await self._in_time(self.episode.begin(), self.limits.step_seconds, "step_timeout")
         if first is None:
             raise EnvError(f"no first message within the {self._allowed()}")
-        talk = Conversation(self.chat, first, self.episode.tools, self.images)
+        talk = self._begin(first)
         said: list[Message] = []
         while not self.limit:
             turn = await self._turn(talk, derive_seed(seed, talk.turns))
@@ -121,7 +130,10 @@ class _Attempt:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
-    async def _turn(self, talk: Conversation, seed: int) -> AssistantTurn | None:
+    def _begin(self, first: list[Message]) -> Any:
+        return Conversation(self.chat, first, self.episode.tools, self.images)
+
+    async def _turn(self, talk: Any, seed: int) -> AssistantTurn | None:
         """The policy's next turn; None where there is no room or no time for it."""
         prompt = talk.next_prompt()
         room, limit = self._room(prompt)
@@ -131,7 +143,7 @@ class _Attempt:
         sampling = replace(self.sampling, max_tokens=max(room, 1))
         media = talk.next_media()
         request = GenerateRequest(f"{self.name}/{talk.turns}", prompt, sampling, seed, session=self.name, media=media)
-        completion = await self._in_time(self.policy.generate(request), None, "")
+        completion: Completion | None = await self._in_time(self.policy.generate(request), None, "")
         if completion is None:
             return None
         if completion.error is not None or not completion.token_ids:
@@ -139,7 +151,8 @@ class _Attempt:
         self.sampled += len(completion.token_ids)
         if completion.finish_reason == "length":
             self.limit = limit
-        return talk.add_completion(completion)
+        turn: AssistantTurn = talk.add_completion(completion)
+        return turn
 
     def _room(self, prompt: tuple[int, ...]) -> tuple[int, str]:
         """Tokens that the next completion may have, and the option that says so."""
@@ -171,9 +184,9 @@ class _Attempt:
             if limit:
                 self.environment_seconds += perf_counter() - start
 
-    async def _rollout(self, talk: Conversation, first: list[Message], said: list[Message]) -> Rollout:
-        samples = talk.samples
-        if self.limit:
+    async def _rollout(self, talk: Any, first: list[Message], said: list[Message]) -> Rollout:
+        samples: list[Sample] = talk.samples
+        if self.limit and samples:
             samples[-1].finish_reason = "length"
         limit, self.limit, self.deadline = self.limit, "", None
         given = await self._in_time(self.episode.rewards(), self.limits.step_seconds, "step_timeout")
@@ -196,11 +209,76 @@ class _Attempt:
             metrics=counts,
             seconds={"environment": self.environment_seconds},
             limit=limit,
+            extra=self._further(),
         )
+
+    def _further(self) -> dict[str, Any]:
+        return {}
 
     def _allowed(self) -> str:
         seconds = self.limits.step_seconds if self.limit == "step_timeout" else self.limits.rollout_seconds
         return f"{seconds:g} s of {self.limit}"
+
+
+class _MessageAttempt(_Attempt):
+    """The same where the policy is asked with messages."""
+
+    def _begin(self, first: list[Message]) -> _Messages:
+        self.talk = _Messages(list(first))
+        return self.talk
+
+    async def _turn(self, talk: _Messages, seed: int) -> AssistantTurn | None:
+        limits = self.limits
+        bounds = [(self.sampling.max_tokens, "max_tokens")]
+        if limits.turn_tokens is not None:
+            bounds.append((limits.turn_tokens, "max_tokens"))
+        if limits.rollout_tokens is not None:
+            bounds.append((limits.rollout_tokens - self.sampled, "max_rollout_tokens"))
+        room, limit = min(bounds)
+        if room < 1 and talk.turns:
+            self.limit = limit
+            return None
+        sampling = replace(self.sampling, max_tokens=max(room, 1))
+        asked = self.policy.reply(talk.messages, self.episode.tools, sampling, seed)
+        reply: Reply | None = await self._in_time(asked, None, "")
+        if reply is None:
+            return None
+        self.sampled += reply.completion_tokens
+        if reply.finish_reason == "length":
+            self.limit = limit
+        return talk.add_reply(reply)
+
+    def _further(self) -> dict[str, Any]:
+        replies = self.talk.replies
+        return {
+            "usage": {
+                "prompt_tokens": sum(reply.prompt_tokens for reply in replies),
+                "completion_tokens": sum(reply.completion_tokens for reply in replies),
+            },
+            "finish_reason": replies[-1].finish_reason if replies else None,
+        }
+
+
+@dataclass
+class _Messages:
+    """A conversation whose tokens nobody sees."""
+
+    messages: list[Message]
+    replies: list[Reply] = field(default_factory=list)
+    extended: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def turns(self) -> int:
+        return len(self.replies)
+
+    def add(self, *messages: Message) -> None:
+        self.messages += messages
+
+    def add_reply(self, reply: Reply) -> AssistantTurn:
+        self.replies.append(reply)
+        self.messages.append(reply.turn.message)
+        return reply.turn
 
 
 def _as_asked(prompt: Prompt, first: list[Message], said: list[Message]) -> tuple[Prompt, str | list[Message]]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
-from mrl.rewards.base import RewardRequest
+from mrl.rewards.base import RewardReport, RewardRequest
 from mrl.types import Group, Rollout
-from mrl.workers.reward_pool import RewardPool
 
 
 @dataclass
@@ -22,8 +21,16 @@ class TrainerState:
     """Passes over the tasks so far; None during an evaluation."""
 
 
+class Scorer(Protocol):
+    """Who scores: the reward workers (`mrl.workers.reward_pool`), or rewards in this process."""
+
+    async def score(self, requests: list[RewardRequest], state: Any) -> RewardReport:
+        """One result per request, in order. Raises RewardError when a reward breaks its contract."""
+        ...
+
+
 async def score_groups(
-    rewards: RewardPool,
+    rewards: Scorer,
     groups: list[Group],
     state: TrainerState,
     environment_of: Callable[[Rollout], Any] | None = None,

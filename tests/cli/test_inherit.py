@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from mrl.cli.inherit import eval_command, find_run_of, inherit_all, inherit_prompts, similar_run, was_trained_on
+from mrl.cli.inherit import eval_command, inherit_all, inherit_prompts, similar_run, was_trained_on
 from mrl.config import OrchestratorConfig
 from mrl.errors import CheckpointError, ConfigError
+from mrl.evals.run_models import find_run_of
 from mrl.loop.resume import record_options
 from mrl.store.checkpoints import write_checkpoint
 from mrl.store.find import shortest_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -270,4 +271,7 @@ def client_class() -> Any:
 
 
 def _is_client(instance: Any) -> bool:
+    """Whether it is one of OpenEnv's that does not block; `.sync()` makes one that does, and has the same methods."""
+    if not inspect.iscoroutinefunction(getattr(instance, "reset", None)):
+        return False
     return hasattr(instance, "_parse_result") and hasattr(instance, "_step_payload") and hasattr(instance, "connect")

@@ -14,7 +14,7 @@ from typing import Any, Self
 from mrl.backends import Backend
 from mrl.errors import ConfigError, DataError, EnvError
 from mrl.rollouts.base import PolicyClient, SourceSetup
-from mrl.rollouts.chat import ToolSpec, chat_format
+from mrl.rollouts.chat import ToolSpec
 from mrl.rollouts.multi_turn import play
 from mrl.rollouts.openenv.episode import OpenEnvEpisode, reset_arguments
 from mrl.rollouts.openenv.mcp import has_tools, list_tools
@@ -40,7 +40,7 @@ class OpenEnvSource:
 
     def __init__(self, setup: SourceSetup, options: Options, builder: PromptBuilder, parser: ActionParser) -> None:
         self.setup, self.options, self.builder, self.parser = setup, options, builder, parser
-        self.chat = chat_format(setup.tokenizer, setup.encoder.template_kwargs, images=setup.encoder.images)
+        self.chat = setup.chat()
         self.places_of: dict[str, int] = {}
         """Of a row: its place in its dataset, which decides its turn of `tasks`."""
         self.rows: list[Task] = []

@@ -17,7 +17,7 @@ from mrl.data.images import is_image, opened
 from mrl.data.tasks import NO_PROMPT
 from mrl.errors import ConfigError, DataError, EnvError
 from mrl.rollouts.base import PolicyClient, SourceSetup
-from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec, chat_format
+from mrl.rollouts.chat import AssistantTurn, ToolCall, ToolSpec
 from mrl.rollouts.multi_turn import Step, play
 from mrl.rollouts.tools.content import Content, as_content, joined
 from mrl.rollouts.tools.environments import Environment, Environments, OwnThread, factory_of
@@ -43,7 +43,7 @@ class ToolSource:
 
     def __init__(self, setup: SourceSetup, tools: dict[str, Tool], environments: Environments | None) -> None:
         self.setup, self.tools, self.environments = setup, tools, environments
-        self.chat = chat_format(setup.tokenizer, setup.encoder.template_kwargs, images=setup.encoder.images)
+        self.chat = setup.chat()
         self._shared_sessions: dict[int, Session] = {}
         self._kept: dict[int, tuple[str | None, Environment, bool]] | None = None
         """By `id` of the rollout; None = nobody looks at them."""

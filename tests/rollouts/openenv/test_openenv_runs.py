@@ -119,7 +119,8 @@ def test_functions_given_in_python_are_not_in_the_record(guesser: str, tmp_path:
     made = options(rollout_options={"env_class": Guess, "action_parser": parse}, max_steps=1)
     assert small_runs.run(guesser, tmp_path / "r", **made).status == "finished"
     assert all(game.closed for game in Guess.made)
-    from mrl.cli.inherit import find_run_of, inherit_all
+    from mrl.cli.inherit import inherit_all
+    from mrl.evals.run_models import find_run_of
 
     with pytest.raises(ConfigError, match=r"env_class and action_parser in its rollout_options was given in Python"):
         inherit_all(*find_run_of(str(tmp_path / "r")), {"dataset_name": "t.jsonl", "reward_funcs": "own"})  # type: ignore[misc]

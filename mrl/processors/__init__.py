@@ -1,0 +1,1 @@
+"""Rollout processors: who say how the rows of an evaluation test are attempted (docs/evaluation-tests.md)."""
