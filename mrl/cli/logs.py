@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from mrl.cli.flags import argument, parse
-from mrl.cli.runs import find_run_named
+from mrl.cli.runs import RUN, find_run_named
+from mrl.errors import ConfigError
 from mrl.store.find import runs_root
+from mrl.system.units import size
 
 PORT = 8000
 
@@ -40,4 +43,33 @@ def logs(argv: list[str]) -> int:
     print(f"{what}: {address.link}", flush=True)
     print("Ctrl-C ends it", file=sys.stderr)
     serve(address, Catalog(folders, runs_root()))
+    return 0
+
+
+def report(argv: list[str]) -> int:
+    """Write a run as one HTML file."""
+    given = parse(
+        "mrl report",
+        "Write a run as one self-contained HTML file, to send to somebody: curves, configuration, events, evaluations\n"
+        "and some rollouts. It needs no network and no mrl to be looked at. It holds prompts and completions.",
+        argv,
+        options=[],
+        extra={
+            "run": RUN,
+            "output": argument("File to write.", default="RUN.html in this folder"),
+            "rollouts": argument(
+                "So many with the highest rewards, with the lowest, that failed, and held-out tasks before and after.",
+                default="8",
+                kind=int,
+            ),
+        },
+    )
+    from mrl.logs.report import write_report
+
+    if given.get("rollouts", 8) < 0:
+        raise ConfigError(f"--rollouts: {given['rollouts']} is no number of rollouts; use 0 or more")
+    folder = find_run_named(given["run"])
+    output = Path(given.get("output") or f"{folder.resolve().name}.html").expanduser()
+    count = write_report(folder, output, given.get("rollouts", 8))
+    print(f"{output} ({size(count)})")
     return 0

@@ -258,6 +258,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "sample": (_lazily("mrl.cli.eval:sample"), "print what a model says to a prompt"),
     "runs": (_lazily("mrl.cli.runs:runs"), "list, show, compare, export and delete runs"),
     "logs": (_lazily("mrl.cli.logs:logs"), "look at runs in a browser, while they train and afterwards"),
+    "report": (_lazily("mrl.cli.logs:report"), "write a run as one HTML file, to send to somebody"),
     "checkpoints": (_lazily("mrl.cli.checkpoints:checkpoints"), "list, verify, export or publish a run's checkpoints"),
     "replay": (_lazily("mrl.cli.checkpoints:replay"), "recompute a recorded step and show what differs"),
     "sandbox": (_lazily("mrl.cli.sandbox:sandbox"), "grade a program, or say which isolation works here"),

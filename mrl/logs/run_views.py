@@ -84,7 +84,9 @@ def run(request: Request) -> HTMLResponse:
             "stacked": chart.panel.stacked,
             "log": chart.panel.log,
             "spread": chart.panel.spread,
-            "series": [{"run": row.name, "metric": name, "label": name} for name in chart.metrics],
+            "series": [
+                {"run": row.name, "metric": name, "label": name.removeprefix("eval:")} for name in chart.metrics
+            ],
         }
         for chart in charts(names)
     ]

@@ -248,6 +248,14 @@ class RunReader:
         """
         return [dict(row) for row in self._all(sql, (step_id_of(split, step),))]
 
+    def attempts(self, split: Split, step: int) -> list[tuple[str, int, Any, int, int, str | None]]:
+        """Every rollout of a step, in order: task's id, attempt, reward, tokens, key, error."""
+        sql = """
+            SELECT t.id, r.attempt, r.reward, r.tokens, r.key, r.error FROM rollouts AS r
+            JOIN tasks AS t ON t.key = r.task_key WHERE r.step_id = ? ORDER BY r.key
+        """
+        return self._tuples(sql, (step_id_of(split, step),))
+
     # --- tasks and events -------------------------------------------------------------------------------------------
 
     def tasks(self, limit: int = 50, after: str = "") -> list[dict[str, Any]]:
@@ -271,6 +279,12 @@ class RunReader:
         """The contents that a task had in this run, oldest first: id, prompt, columns; [] for no such task."""
         rows = self._all("SELECT id, content FROM tasks WHERE id = ? ORDER BY key", (text(task_id),))
         return [read_task(row["id"], row["content"]) for row in rows]
+
+    def tasks_of(self, split: Split, steps: list[int]) -> list[dict[str, Any]]:
+        """The tasks that were attempted in these steps: id, prompt, columns."""
+        ids = ", ".join(str(step_id_of(split, int(step))) for step in steps)
+        sql = f"SELECT id, content FROM tasks WHERE key IN (SELECT task_key FROM rollouts WHERE step_id IN ({ids}))"
+        return [read_task(row["id"], row["content"]) for row in self._all(sql)]
 
     def events(self, kind: str | None = None, after: int = 0, limit: int = -1) -> list[dict[str, Any]]:
         """Events in order: id, time, kind, message, step if any, and their details. after: an event's id."""

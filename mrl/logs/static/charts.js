@@ -112,7 +112,7 @@
         tables.push([found.x, raw]);
         about.push({ ...line, colour: faint(paint, 0.25), hidden: "raw", group: at });
       }
-      tables.push([found.x, state.smooth ? smoothed(raw) : raw]);
+      tables.push([found.x, state.smooth && !spec.stacked ? smoothed(raw) : raw]);
       about.push({ ...line, group: at, raw });
     });
     if (!tables.length) return null;
@@ -231,7 +231,7 @@
     const marks = marksOf(spec);
     const xs = made.data[0];
     const options = {
-      width: Math.max(box.clientWidth, 160), height: one.tall ? TALL : HEIGHT, series, bands,
+      padding: [8, 12, 0, 0], width: Math.max(box.clientWidth, 160), height: one.tall ? TALL : HEIGHT, series, bands,
       legend: { show: false },
       cursor: {
         sync: spec.x || spec.dots ? undefined : { key: "mrl", setSeries: false, scales: ["x", null] },
