@@ -1,4 +1,4 @@
-"""A run as one HTML file: curves that can be zoomed, evaluations, rollouts, events and options, and nothing to fetch."""
+"""A run as one HTML file: curves to zoom into, evaluations, rollouts, events and options, and nothing to fetch."""
 
 from __future__ import annotations
 
@@ -66,15 +66,11 @@ def report(run: Path, rollouts: int) -> str:
     scripts = [_read("theme.js"), _read("vendor/uPlot.iife.min.js"), _read("charts.js")]
     styles = _read("vendor/uPlot.min.css") + _read("page.css")
     pairs = before_and_after(run, rollouts) if rollouts else []
-    return (
-        environment()
-        .get_template("report.html")
-        .render(
-            run=row, charts=specs, events=events[-EVENTS:], sections=options_of(run), evaluations=evaluations, pairs=pairs,
-            shown=shown, interval=lambda value: interval(value, 0.0, 1.0), styles=Markup(styles), scripts=_scripts(scripts),
-            data=Markup(_embedded(data)), policy=_policy(scripts),
-        )
-    )  # fmt: skip
+    context: dict[str, Any] = {"run": row, "charts": specs, "evaluations": evaluations, "pairs": pairs, "shown": shown}
+    context |= {"events": events[-EVENTS:], "sections": options_of(run), "data": Markup(_embedded(data))}
+    context |= {"styles": Markup(styles), "scripts": _scripts(scripts), "policy": _policy(scripts)}
+    template = environment().get_template("report.html")
+    return template.render(interval=lambda value: interval(value, 0.0, 1.0), **context)
 
 
 def _rollouts(reader: RunReader, count: int) -> list[tuple[str, list[dict[str, Any]]]]:

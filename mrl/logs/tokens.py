@@ -116,7 +116,7 @@ def stream(
 ) -> Stream:
     """A sample's tokens from `start` on, coloured by one of COLOURS."""
     prompt, completion, mask = sample["prompt_ids"], sample["completion_ids"], sample["mask"]
-    trainer = sample.get("trainer_logprobs")
+    gaps = sample.get("trainer_gap")
     advantages = sample.get("advantages")
     versions = sample["policy_version"]
     newest = max(versions) if isinstance(versions, list) and versions else versions
@@ -130,7 +130,7 @@ def stream(
             tokens.append(_token(tokenizer, completion[at], place, "environment", "e", []))
             continue
         logprob = sample["logprobs"][at]
-        gap = None if trainer is None else trainer[at] - logprob
+        gap = None if gaps is None else gaps[at]
         advantage = rollout["advantage"] if advantages is None else advantages[at]
         version = versions[at] if isinstance(versions, list) else versions
         css = {
@@ -154,7 +154,7 @@ def stream(
         len(sampled),
         sample["finish_reason"],
         _mean([sample["logprobs"][at] for at in sampled]),
-        None if trainer is None else _mean([abs(trainer[at] - sample["logprobs"][at]) for at in sampled]),
+        None if gaps is None else _mean([abs(gaps[at]) for at in sampled]),
     )
 
 
