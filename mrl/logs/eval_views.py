@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 from starlette.exceptions import HTTPException
@@ -25,7 +26,7 @@ from mrl.logs.evaluations import (
     paired,
     pivot,
 )
-from mrl.logs.site import Site, number, site_of
+from mrl.logs.site import Site, attachment, number, site_of
 from mrl.logs.text import plain
 
 ROWS = 500
@@ -52,7 +53,8 @@ def evaluations(request: Request) -> HTMLResponse:
         request, "run_evals.html" if row else "evals.html", run=row, tab="evals", evaluations=scored,
         unscored=len(everything) - len(scored), chosen=[one.id for one in chosen], columns=chosen, useful=useful, by=by,
         value=value, values=VALUES, rows=rows[:ROWS], more=len(rows) - ROWS, table=table, shade=_shade,
-        interval=lambda found: interval(found, low, high), path=f"/run/{row.name}/evals" if row else "/evals",
+        interval=lambda found: interval(found, low, high),
+        path=f"/run/{quote(row.name, safe='')}/evals" if row else "/evals",
     )  # fmt: skip
 
 
@@ -90,13 +92,13 @@ def export(request: Request) -> Response:
     fill(site.catalog, chosen)
     match request.query_params.get("format", "jsonl"):
         case "png":
-            return Response(picture(chosen), media_type="image/png", headers=_attachment("evaluations.png"))
+            return Response(picture(chosen), media_type="image/png", headers=attachment("evaluations.png"))
         case "csv":
             names = ["run", "step", "task", "attempt", "reward", "tokens", "error"]
             return _csv(names, (row.values() for row in _rows(chosen)), "evaluations")
         case "jsonl":
             text = "".join(json.dumps(row, ensure_ascii=True) + "\n" for row in _rows(chosen))
-            return Response(text, media_type="application/jsonl", headers=_attachment("evaluations.jsonl"))
+            return Response(text, media_type="application/jsonl", headers=attachment("evaluations.jsonl"))
     raise HTTPException(404, "format: use jsonl, csv or png.")
 
 
@@ -198,17 +200,12 @@ def _csv(names: list[str], rows: Any, name: str) -> Response:
     for row in rows:
         writer.writerow([_harmless(value) for value in row])
     data = written.getvalue().encode("utf-8", "backslashreplace")
-    return Response(data, media_type="text/csv; charset=utf-8", headers=_attachment(f"{name}.csv"))
+    return Response(data, media_type="text/csv; charset=utf-8", headers=attachment(f"{name}.csv"))
 
 
 def _harmless(value: Any) -> Any:
     """Spreadsheets run a cell that begins like a formula."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
-
-
-def _attachment(name: str) -> dict[str, str]:
-    safe = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.@") else "_" for letter in name)
-    return {"content-disposition": f'attachment; filename="{safe}"'}
 
 
 def routes(_: Site) -> list[Route]:

@@ -154,7 +154,7 @@ def columns_of(catalog: Catalog, evaluations: Iterable[Evaluation]) -> tuple[lis
     for columns in tasks.values():
         for name, value in columns.items():
             values[name].add(label(value))
-    most = max(len(tasks) // 2, 1)
+    most = max(len(tasks) // 2, 2)
     useful = [name for name, found in values.items() if len(found) <= most and all(len(one) <= 60 for one in found)]
     return useful, tasks
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from mrl.errors import StoreError
 from mrl.logs.catalog import RunRow
 from mrl.logs.rollout_query import PAGE, RolloutQuery, written
-from mrl.logs.site import Site, pretty, site_of
+from mrl.logs.site import Site, attachment, pretty, site_of
 from mrl.logs.text import content_text, shown
 from mrl.logs.tokens import COLOURS, TOKENS, Tokenizers, stream
 from mrl.store.filters import Filter
@@ -124,11 +124,10 @@ def rollout(request: Request) -> Response:
         group = _group(reader, found)
         columns = (reader.tasks_called(found["task_id"]) or [{"columns": {}}])[-1]["columns"]
     if request.query_params.get("raw") == "1":
-        name = f"{row.name}-rollout-{key}.json".encode("ascii", "replace").decode().replace('"', "_")
         return Response(
             json.dumps(jsonable(found, finite=True), ensure_ascii=True),
             media_type="application/json",
-            headers={"content-disposition": f'attachment; filename="{name}"'},
+            headers=attachment(f"{row.name}-rollout-{key}.json"),
         )
     context: dict[str, Any] = {"view": view, "group": group, "colours": COLOURS, "columns": columns, "colour": ""}
     context["given"] = RolloutQuery.of(request.query_params).given

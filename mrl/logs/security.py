@@ -51,25 +51,19 @@ class Guard:
                 return await _answer(
                     send, 403, "Without a token this page is for 127.0.0.1 and localhost: use that address."
                 )
-        elif not self._knows(headers):
-            query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            given = dict(query).get("token", "")
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
-                return await _answer(send, 401, "Open the link that `mrl logs` printed: it has the token.")
-            # The link without its token: it stays in no history and in no copied address.
-            rest = urlencode([pair for pair in query if pair[0] != "token"])
-            path = re.sub(r"^[/\\]+", "/", scope.get("raw_path", b"/").decode("latin-1").split("?")[0])
-            cookie = f"{self.name}={self.cookie}; Path=/; HttpOnly; SameSite=Lax; Max-Age=2592000"
-            extra = [(b"location", f"{path}{'?' if rest else ''}{rest}".encode()), (b"set-cookie", cookie.encode())]
-            return await _answer(send, 303, "", extra)
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *HEADERS]
-            await send(message)
-
-        await self.app(scope, receive, with_headers)
-        return None
+            return await self.app(scope, receive, _with_headers(send))
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        given = dict(query).get("token")
+        if given is None and self._knows(headers):
+            return await self.app(scope, receive, _with_headers(send))
+        if not hmac.compare_digest((given or "").encode(), self.token.encode()):
+            return await _answer(send, 401, "Open the link that `mrl logs` printed: it has the token.")
+        # The link without its token: it stays in no history and in no copied address.
+        rest = urlencode([pair for pair in query if pair[0] != "token"])
+        path = re.sub(r"^[/\\]+", "/", scope.get("raw_path", b"/").decode("latin-1").split("?")[0])
+        cookie = f"{self.name}={self.cookie}; Path=/; HttpOnly; SameSite=Lax; Max-Age=2592000"
+        extra = [(b"location", f"{path}{'?' if rest else ''}{rest}".encode()), (b"set-cookie", cookie.encode())]
+        return await _answer(send, 303, "", extra)
 
     def _knows(self, headers: dict[str, str]) -> bool:
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
@@ -80,6 +74,15 @@ class Guard:
             if name == self.name and hmac.compare_digest(value.encode(), self.cookie.encode()):
                 return True
         return False
+
+
+def _with_headers(send: Any) -> Any:
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *HEADERS]
+        await send(message)
+
+    return sending
 
 
 def new_token() -> str:

@@ -106,6 +106,12 @@ def link(path: str, **query: Any) -> str:
     return f"{path}?{urlencode(kept, doseq=True, errors='backslashreplace')}" if kept else path
 
 
+def attachment(name: str) -> dict[str, str]:
+    """Headers of a file to be saved, under a name that no system minds."""
+    safe = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.@") else "_" for letter in name)
+    return {"content-disposition": f'attachment; filename="{safe}"'}
+
+
 def static_url(name: str) -> str:
     """Changes when the file does, so that browsers may keep it."""
     return f"/static/{name}?v={_digest(name)}"

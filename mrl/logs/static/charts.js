@@ -4,6 +4,7 @@
 (() => {
   const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
   const HEIGHT = 190;
+  const STEPS = [0, 1, 2, 3, 4, 5, 6, 7].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
   const TALL = 340;
   const POLL = 2000;
   const EVENT_COLOURS = { warning: "--warn", error: "--bad", restart: "--bad", checkpoint: "--muted" };
@@ -245,7 +246,7 @@
           return [spec.stacked ? 0 : low - 0.06 * span, max + 0.06 * span];
         } },
       },
-      axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map(shown) },
+      axes: [{ ...axis, size: 24, incrs: spec.x ? undefined : STEPS, values: (_, ticks) => ticks.map(shown) },
         { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick))) }],
       hooks: {
         draw: [(plot) => drawMarks(plot, marks)],
