@@ -49,6 +49,9 @@ def test_commands_and_flags_exist(page: Path) -> None:
         "count",
         "port",
         "max-sessions",
+        "live",
+        "host",
+        "rollouts",
     }
     known = {name.replace("_", "-") for name in flat_fields()} | own
     known |= {alias.removeprefix("--") for aliases in ALIASES.values() for alias in aliases}

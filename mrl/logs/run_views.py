@@ -189,7 +189,7 @@ def compare(request: Request) -> HTMLResponse:
     asked = [name for name in request.query_params.getlist("metric") if name in there]
     drawn = [
         {
-            "title": name,
+            "title": name.removeprefix("eval:"),
             "unit": "",
             "stacked": False,
             "log": False,

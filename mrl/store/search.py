@@ -84,13 +84,14 @@ def _matcher(wanted: str) -> Callable[[bytes], bool]:
         if quoted_bytes is None and quoted not in text.casefold():
             return False
         content = json.loads(text)
-        return any(folded in text.casefold() for text in _strings([content["messages"], content.get("completion")]))
+        fold = str.lower if quoted_bytes is not None else str.casefold
+        return any(folded in fold(text) for text in _strings([content["messages"], content.get("completion")]))
 
     return match
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text inside, but for names of fields and roles."""
+    """Every text inside, but for names of fields, roles and kinds of parts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -98,5 +99,5 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
     elif isinstance(value, dict):
         for name, inner in value.items():
-            if name != "role":
+            if name not in ("role", "type"):
                 yield from _strings(inner)
