@@ -10,6 +10,7 @@ Seconds are of a client on this machine, warm: the first request of each kind is
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import statistics
 import tempfile
@@ -121,6 +122,7 @@ def measure(folder: Path, repeats: int, chromium: bool) -> None:
     server = uvicorn.Server(uvicorn.Config(create_app(Catalog(None, folder)), log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [address.socket]}, daemon=True)
     thread.start()
+    importlib.import_module("scipy.stats")  # as `serve` does
     with RunReader(folder / "big") as reader:
         task = reader.tasks(limit=1)[0]["id"]
         count, last = reader.count(), reader.last_step() or 0
@@ -199,8 +201,9 @@ def paint(url: str, paths: list[str], repeats: int) -> None:
                 if path == "/run/big":
                     page.wait_for_selector("html[data-drawn]")
                     drawn.append(page.evaluate("performance.now()") / 1000)
-                page.wait_for_timeout(100)
-                painted.append(page.evaluate(entry) / 1000)
+                while (at := page.evaluate(entry)) is None:
+                    page.wait_for_timeout(50)
+                painted.append(at / 1000)
                 context.close()
             last = f"{statistics.median(drawn):.2f}" if drawn else ""
             print(f"| {path} | {statistics.median(painted):.2f} | {max(painted):.2f} | {last} |")

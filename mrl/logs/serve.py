@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import socket
 import sys
@@ -79,6 +80,8 @@ def serve(address: Address, catalog: Catalog, *, until_stdin_ends: bool = False)
                 with super().capture_signals():
                     yield
 
+    # Intervals need it, and it takes a second: not of whoever opens the evaluations first.
+    threading.Thread(target=importlib.import_module, args=("scipy.stats",), daemon=True).start()
     app = create_app(catalog, token=address.token)
     server = Server(
         uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)

@@ -178,8 +178,30 @@ class RunReader:
         query = PageQuery(where or Filter(), newest_first, after, offset, order, self.version)
         with self._snapshot():
             keys = [Cursor(*row) for row in query.keys(self._connection, limit + 1)]
-            rows = self._summaries([cursor.key for cursor in keys[:limit]])
+            rows = self.summaries([cursor.key for cursor in keys[:limit]])
         return Page(rows, keys[limit - 1] if len(keys) > limit else None)
+
+    def page_of_texts(
+        self,
+        where: Filter | None = None,
+        *,
+        limit: int,
+        after: tuple[int, int] | None = None,
+        newest_first: bool = False,
+        order: Order = "step",
+    ) -> tuple[list[tuple[Cursor, bytes]], Cursor | None]:
+        """As `page`, without summaries: each rollout's place and its packed messages; and the page's `next`."""
+        query = PageQuery(where or Filter(), newest_first, after, 0, order, self.version)
+        with self._snapshot():
+            keys = [Cursor(*row) for row in query.keys(self._connection, limit + 1)]
+            texts = self.texts([cursor.key for cursor in keys[:limit]])
+        found = [(cursor, texts[cursor.key]) for cursor in keys[:limit] if cursor.key in texts]
+        return found, keys[limit - 1] if len(keys) > limit else None
+
+    def summaries(self, keys: list[int]) -> list[dict[str, Any]]:
+        """Of these rollouts, in this order; those that are gone are left out."""
+        sql = "SELECT r.*, t.id AS task_id FROM rollouts AS r JOIN tasks AS t ON t.key = r.task_key WHERE r.key IN ({})"
+        return [read_summary(dict(row)) for row in self._by_key(sql, keys)]
 
     def count(self, where: Filter | None = None, limit: int = COUNT_LIMIT) -> int:
         """How many rollouts `where` lets through. Filters on task or reward count no further than `limit`."""
@@ -309,10 +331,6 @@ class RunReader:
             "WHERE step_id BETWEEN ? AND ? AND step_id % 2 = ? ORDER BY step_id, name"
         )
         return self._tuples(sql, (step_ids[0], step_ids[-1], step_ids[0] % 2))
-
-    def _summaries(self, keys: list[int]) -> list[dict[str, Any]]:
-        sql = "SELECT r.*, t.id AS task_id FROM rollouts AS r JOIN tasks AS t ON t.key = r.task_key WHERE r.key IN ({})"
-        return [read_summary(dict(row)) for row in self._by_key(sql, keys)]
 
     def _in_full(self, keys: list[int]) -> list[dict[str, Any]]:
         sql = """

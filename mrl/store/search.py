@@ -46,28 +46,23 @@ def search(
     There is no index of words: it would take more room than the texts themselves. Raises StoreError.
     """
     found, end = Found(), clock() + seconds
+    keys: list[int] = []
     cursor = Cursor(*after) if after else None
     match = _matcher(wanted)
-    while True:
-        page = reader.page(where, limit=CHUNK, after=cursor, newest_first=newest_first, order=order)
-        texts = reader.texts([row["key"] for row in page.rows])
-        for row in page.rows:
+    while len(keys) < limit:
+        page, following = reader.page_of_texts(where, limit=CHUNK, after=cursor, newest_first=newest_first, order=order)
+        for place, texts in page:
             found.searched += 1
-            blob = texts.get(row["key"])
-            if blob is None or not match(blob):
-                continue
-            found.rows.append(row)
-            if len(found.rows) == limit:
-                found.next = None if row is page.rows[-1] and page.next is None else _cursor(row)
-                return found
-        if page.next is None or clock() >= end:
-            found.next = page.next
-            return found
-        cursor = page.next
-
-
-def _cursor(row: dict[str, Any]) -> Cursor:
-    return Cursor(2 * row["step"] + (row["split"] == "eval"), row["key"])
+            if match(texts):
+                keys.append(place.key)
+                if len(keys) == limit:
+                    following = place if place is not page[-1][0] else following
+                    break
+        cursor = following
+        if cursor is None or clock() >= end:
+            break
+    found.rows, found.next = reader.summaries(keys), cursor
+    return found
 
 
 def _matcher(wanted: str) -> Callable[[bytes], bool]:
