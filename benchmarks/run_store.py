@@ -191,6 +191,7 @@ def full_groups(random: np.random.Generator, step: int, count: int, tokens: int)
             )
             logprobs = (-random.exponential(0.5, tokens)).astype("f4").tolist()
             sample = Sample(list(range(100)), ids.tolist(), logprobs, [1] * tokens, step)
+            sample.trainer_gap = (random.standard_normal(tokens) * 1e-3).tolist()
             messages = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": text}]
             rollouts.append(
                 Rollout(

@@ -176,6 +176,11 @@ class Sample:
     """Logprobs under the reference model, if a KL term needs them and they are already computed."""
     media: tuple[Media, ...] = ()
     """The images among its tokens, in their order; in a completion they are the environment's."""
+    trainer_gap: list[float] | None = field(default=None, repr=False, compare=False)
+    """The trainer's logprob less the sampler's of each token, 0 where `mask` is 0; None unless it was trained on. The
+    record has it in half precision."""
+    advantages: list[float] | None = field(default=None, repr=False, compare=False)
+    """Of each token, where they differ; the record has them in half precision."""
 
     @property
     def prompt_key(self) -> tuple[tuple[int, ...], tuple[str, ...]]:

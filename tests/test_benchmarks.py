@@ -15,6 +15,7 @@ QUICK: dict[str, tuple[str, str]] = {
     "actor_ranks": ("--ranks 2 --layers 2 --hidden 64", "fsdp, 2 ranks"),
     "decode": ("--only 1M --case equal --repeats 1", "equal prompts"),
     "evaluation_concurrency": ("--rows 2 --milliseconds 1 --repeats 1", "x the 0.003 s of the steps"),
+    "logs_page": ("--steps 60 --per-step 32 --repeats 1", "rollouts/s"),
     "logprob_memory": ("--tokens 64 --words 500 --hidden 16 --repeats 1", "TRL"),
     "multi_turn": ("--rollouts 16 --turns 3 --sleep 0.02 --rounds 1", "prefill computed / unique"),
     "overhead": ("--quick --steps 3", "%"),

@@ -64,6 +64,9 @@ def test_commands_and_flags_exist(page: Path) -> None:
         "max-sessions",
         "step-seconds",
         "like",
+        "live",
+        "host",
+        "rollouts",
     }
     known = {name.replace("_", "-") for name in flat_fields()} | own
     known |= {alias.removeprefix("--") for aliases in ALIASES.values() for alias in aliases}

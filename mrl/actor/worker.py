@@ -91,6 +91,8 @@ class ActorWorker:
         self.keep_gradient_norms = False
         self.gradient_norms: dict[str, float] = {}
         """By parameter, before clipping, of the last update; only while `keep_gradient_norms` is set."""
+        self.old_logprobs: list[list[float]] = []
+        """See `trained_logprobs`."""
         self.writing: Future[None] | None = None
         self.publisher: Publisher | None = None
         self.world = World()
@@ -184,11 +186,17 @@ class ActorWorker:
         self.step += 1
         rank = [self.world.rank] if self.world.rank else []  # rank 0 draws as one process does
         torch.manual_seed(derive_seed(self.config.seed, "train", self.step, *rank))  # dropout
+        self.old_logprobs = []
         comparison = self.mismatch_probe.begin(self.model, batch.samples)
         try:
             return self._train_on(batch, comparison) if batch.samples else self._pass_over()
         finally:
             self.mismatch_probe.end()
+
+    def trained_logprobs(self) -> list[list[float]]:
+        """Of the last step's samples, in their order: the policy's logprobs before the step's updates, 0 where the
+        policy did not sample; [] for a step without samples."""
+        return self.old_logprobs
 
     def mismatch_evidence(self) -> MismatchEvidence | None:
         """Evidence about the last step's logprob gap; None unless it was above `max_logprob_gap`."""
@@ -408,6 +416,7 @@ class ActorWorker:
         all_parts = functools.partial(self._all_parts, tokens, micro_batches, parts)
         for _ in range(self.config.num_iterations):
             self._update(parts, metrics, all_parts)
+        self.old_logprobs = self._old_logprobs(batch.samples, micro_batches, all_parts())
         return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
 
     def _update(self, parts: list[TokenBatch], metrics: StepMetrics, all_parts: Callable[[], list[TokenBatch]]) -> None:
@@ -455,6 +464,21 @@ class ActorWorker:
                 place = (to_device(self.device, micro_batch.index), slice(part.mask_BT.shape[1]))
                 old_BT[place] = part.old_logprobs_BT
         return [replace(tokens, old_logprobs_BT=self.world.total(old_BT), layout=None)]
+
+    def _old_logprobs(
+        self, samples: list[Sample], micro_batches: list[MicroBatch], parts: list[TokenBatch]
+    ) -> list[list[float]]:
+        """Sample by sample, on the host. parts: every rank's, with the old policy's logprobs."""
+        rows = [part.index for part in micro_batches] if self.world.size == 1 else [list(range(len(samples)))]
+        found: list[list[float]] = [[] for _ in samples]
+        masked = []
+        for part in parts:
+            assert part.old_logprobs_BT is not None
+            masked.append(torch.where(part.mask_BT > 0, part.old_logprobs_BT, 0.0).float())
+        for index, values_BT in zip(rows, to_host(*masked), strict=True):
+            for at, values in zip(index, values_BT.tolist(), strict=True):
+                found[at] = values[: len(samples[at].completion_ids)]
+        return found
 
     def _pass_over(self) -> dict[str, float]:
         """A step without samples: no update, but the schedule advances."""

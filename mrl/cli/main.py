@@ -1,4 +1,4 @@
-"""The command line: `mrl train`, `plan`, `eval`, `sample`, `runs`, `checkpoints`, `replay`, `doctor`, `cache`.
+"""The command line: `mrl train`, `plan`, `eval`, `sample`, `runs`, `logs`, `report`, `checkpoints`, `replay`, `doctor` ….
 
 Results go to stdout (plain data with --json), progress and messages to stderr. What a user can mend ends with one
 message and exit code 2.
@@ -12,8 +12,9 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mrl.cli.last_resort import run_command, says_everything
@@ -101,11 +102,16 @@ def train(argv: list[str]) -> int:
                 "YAML file of options, or a shipped recipe's name.", positional=True, metavar="[RECIPE]"
             ),
             "simple_mode": argument("The same as --mode simple: one of TRL's trainers.", default="off", kind=bool),
+            "live": argument(
+                "Serve the run's logs page while it trains, at http://127.0.0.1:8000/ or the next free port.",
+                default="off",
+                kind=bool,
+            ),
             "json": argument("Print the result as JSON.", default="off", kind=bool),
         },
         basics=TRAIN_BASICS,
     )
-    as_json = given.pop("json", False)
+    as_json, live = given.pop("json", False), given.pop("live", False)
     recipe = given.pop("recipe", None)
     if given.pop("simple_mode", False) and given.setdefault("mode", "simple") != "simple":
         raise ConfigError(f"mode: --simple-mode and --mode {given['mode']} say different things: give only one")
@@ -126,7 +132,8 @@ def train(argv: list[str]) -> int:
             config = make_config(options)
             trainer = MRLTrainer(config)
             trainer.wording = in_users_words
-            result = trainer.train()
+            with _live(trainer.run_dir) if live else contextlib.nullcontext():
+                result = trainer.train()
     except MRLError as error:
         if not error.worded:
             error.reword(in_users_words(str(error)))
@@ -140,6 +147,17 @@ def train(argv: list[str]) -> int:
         else:
             _print_run(result, config)
     return exit_code(stopped) if stopped else 0
+
+
+@contextlib.contextmanager
+def _live(run: Path) -> Iterator[None]:
+    """The run's logs page, as long as it trains."""
+    from mrl.logs.live import live_page
+
+    with live_page(run) as link:
+        print(f"logs page: {link}", file=sys.stderr, flush=True)
+        yield
+    print(f"the logs page ended with the run; see it again with `{command('mrl', 'logs', run)}`", file=sys.stderr)
 
 
 def _print_run(result: Any, config: Any) -> None:
@@ -240,6 +258,8 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "eval": (_lazily("mrl.cli.eval_test:evaluate"), "measure a model: mean reward, pass@k; run an evaluation test"),
     "sample": (_lazily("mrl.cli.eval:sample"), "print what a model says to a prompt"),
     "runs": (_lazily("mrl.cli.runs:runs"), "list, show, compare, export and delete runs"),
+    "logs": (_lazily("mrl.cli.logs:logs"), "look at runs in a browser, while they train and afterwards"),
+    "report": (_lazily("mrl.cli.logs:report"), "write a run as one HTML file, to send to somebody"),
     "checkpoints": (_lazily("mrl.cli.checkpoints:checkpoints"), "list, verify, export or publish a run's checkpoints"),
     "replay": (_lazily("mrl.cli.checkpoints:replay"), "recompute a recorded step and show what differs"),
     "sandbox": (_lazily("mrl.cli.sandbox:sandbox"), "grade a program, or say which isolation works here"),

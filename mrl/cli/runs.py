@@ -88,7 +88,7 @@ def _status(run: RunSummary) -> str:
 
 def _show(argv: list[str]) -> int:
     given = _parse("show", "Show a run: how it went, its options, its last metrics and events.", argv, run=RUN)
-    folder = _find(given["run"])
+    folder = find_run_named(given["run"])
     check_version(folder)
     summary, config = summarize(folder), _config(folder)
     with RunReader(folder) as reader:
@@ -167,7 +167,7 @@ def _compare(argv: list[str]) -> int:
     )
     if len(given["runs"]) < 2:
         raise ConfigError("mrl runs compare: name at least two runs")
-    folders = [_find(name) for name in given["runs"]]
+    folders = [find_run_named(name) for name in given["runs"]]
     options = [_flat(_config(folder)) for folder in folders]
     metrics = [_last_metrics(folder) for folder in folders]
     differing = _side_by_side(options, differing=True)
@@ -234,7 +234,7 @@ def _rollouts(argv: list[str]) -> int:
         reward_min=given.get("min_reward"),
         reward_max=given.get("max_reward"),
     )
-    with RunReader(_find(given["run"])) as reader:
+    with RunReader(find_run_named(given["run"])) as reader:
         page = reader.page(where, limit=limit, newest_first=True)
         found = [reader.rollout(row["key"]) for row in page.rows]
     if given.get("json"):
@@ -283,7 +283,7 @@ def _export(argv: list[str]) -> int:
         rows=argument("What to write.", default="rollouts", kind=Literal["rollouts", "metrics", "events"]),
         output=argument("File; - writes jsonl to stdout.", default="RUN-ROWS.FORMAT in this folder"),
     )
-    folder, form, rows = _find(given["run"]), given["format"], given.get("rows", "rollouts")
+    folder, form, rows = find_run_named(given["run"]), given["format"], given.get("rows", "rollouts")
     output = given.get("output") or f"{folder.resolve().name}-{rows}.{form}"
     count = export(folder, output, form, rows)
     if given.get("json") and output != STDOUT:
@@ -304,7 +304,7 @@ def _delete(argv: list[str]) -> int:
         run=RUN,
         yes=argument("Do not ask.", default="off", kind=bool),
     )
-    folder = _find(given["run"])
+    folder = find_run_named(given["run"])
     if is_locked(folder):
         RunLock(folder).release()  # raises, naming the process
     summary = summarize(folder)
@@ -347,7 +347,8 @@ def _parse(action: str, description: str, argv: list[str], **extra: Any) -> dict
     return parse(f"mrl runs {action}", description, argv, options=[], extra={**extra, "json": as_json})
 
 
-def _find(name: str) -> Path:
+def find_run_named(name: str) -> Path:
+    """The run of that name or folder. Raises ConfigError, with the name that was meant where one is close."""
     folder = find_run(name)
     if folder is not None:
         return folder

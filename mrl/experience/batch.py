@@ -64,6 +64,18 @@ def make_batch(groups: list[Group], config: OrchestratorConfig) -> TrainBatch:
     )
 
 
+def note_per_token(batch: TrainBatch, trained: list[list[float]]) -> None:
+    """Into the samples, for the record: what the trainer's logprobs differ by, and advantages that differ by token.
+
+    trained: the trainer's logprobs of each sample; [] when nothing was trained.
+    """
+    for sample, advantage, logprobs in zip(batch.samples, batch.advantages, trained, strict=bool(trained)):
+        pairs = zip(logprobs, sample.logprobs, sample.mask, strict=True)
+        sample.trainer_gap = [ours - theirs if sampled else 0.0 for ours, theirs, sampled in pairs]
+        if isinstance(advantage, list):
+            sample.advantages = advantage
+
+
 def _advantages(scored: list[tuple[int, Rollout]], config: OrchestratorConfig) -> list[list[float | list[float]]]:
     """For each rollout one advantage per sample: a number, or one per completion token. Sets `Rollout.advantage`."""
     name, algorithm = config.algorithm.advantage_type, config.algorithm

@@ -18,7 +18,7 @@ from typing import Any
 from mrl.backends import WorkerHandle
 from mrl.backends.torchrun import world_size
 from mrl.data import TaskOrder
-from mrl.experience.batch import make_batch
+from mrl.experience.batch import make_batch, note_per_token
 from mrl.experience.failures import check_failures
 from mrl.experience.groups import is_scored, kept_groups
 from mrl.experience.metrics import rollout_metrics, shaping_metrics
@@ -242,6 +242,7 @@ class Orchestrator(RecordedRun):
         self.progress.stage("training")
         with self._timed("train"):
             metrics = await self.actor.call("train_step", batch)
+            note_per_token(batch, await self.actor.call("trained_logprobs"))
         if metrics["train/updates_skipped"]:
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")

@@ -8,8 +8,8 @@ bytes, then all next ones), which deflate shrinks best.
     blob    = format byte, deflate(samples)
     samples = one after the other: JSON line {finish_reason, arrays: [[kind, count, constant], ...]}, arrays' bytes
 
-Where there are images the line has their hashes, sizes and places; the files are beside the database
-(mrl/store/media.py).
+Behind them are the arrays that are only looked at (`per_token`), in half precision. Where there are images the line
+has their hashes, sizes and places; the files are beside the database (mrl/store/media.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ FORMAT = 1
 DEFLATE_LEVEL = 1
 """Higher levels cost several times the time for a few per cent: the mantissas of logprobs do not compress."""
 
+PER_TOKEN = ("trainer_gap", "advantages")
+"""Only to be looked at: in half precision, and only where there are any."""
 FIELDS = ("prompt_ids", "completion_ids", "mask", "logprobs", "policy_version")
 WIDTHS = ("u1", "u2", "u4", "i8")
 
@@ -50,7 +52,10 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
                 {"sha256": image.sha256, "bytes": len(image.data), "start": image.start, "length": image.length}
                 for image in sample.media
             ]
-        parts += [json.dumps(header).encode(), b"\n", *(entry[3] for entry in arrays)]
+        looked_at = {name: _encode_half(values) for name in PER_TOKEN if (values := getattr(sample, name)) is not None}
+        if looked_at:
+            header["per_token"] = {name: entry[:3] for name, entry in looked_at.items()}
+        parts += [json.dumps(header).encode(), b"\n", *(entry[3] for entry in [*arrays, *looked_at.values()])]
     return bytes([FORMAT]) + zlib.compress(b"".join(parts), DEFLATE_LEVEL)
 
 
@@ -66,6 +71,10 @@ def decode_samples(blob: bytes) -> list[dict[str, Any]]:
         sample: dict[str, Any] = {"finish_reason": header["finish_reason"]}
         for field, (kind, count, constant) in zip(FIELDS, header["arrays"], strict=True):
             size = 0 if kind in ("scalar", "constant") else count * np.dtype(kind).itemsize
+            sample[field] = _decode(kind, count, constant, data[at : at + size])
+            at += size
+        for field, (kind, count, constant) in header.get("per_token", {}).items():
+            size = 0 if kind == "constant" else count * np.dtype(kind).itemsize
             sample[field] = _decode(kind, count, constant, data[at : at + size])
             at += size
         if "media" in header:
@@ -97,6 +106,13 @@ def _encode_floats(values: list[float]) -> Encoded:
     if short.astype("f8").tobytes() == exact.tobytes():
         return "f4", len(values), None, _planes(short)
     return "f8", len(values), None, _planes(exact)
+
+
+def _encode_half(values: list[float]) -> Encoded:
+    if not values or not any(values):
+        return "constant", len(values), 0, b""
+    with np.errstate(over="ignore"):
+        return "f2", len(values), None, _planes(np.asarray(values, dtype="f2"))
 
 
 def _decode(kind: str, count: int, constant: int | None, data: bytes) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from mrl.errors import StoreError
-from mrl.store.filters import Filter, PageQuery
+from mrl.store.filters import Filter, Order, PageQuery
 from mrl.store.progress import read_progress
 from mrl.store.rows import read_number, read_rollout, read_summary, read_task, step_id_of, text
 from mrl.store.schema import DATABASE, open_reader, version_of
@@ -63,6 +63,8 @@ class RunReader:
         self._connection = open_reader(folder)
         self._connection.row_factory = sqlite3.Row
         self._one_at_a_time = threading.RLock()
+        self.version: int = self._one("PRAGMA user_version")
+        """Of the store."""
 
     def __enter__(self) -> Self:
         return self
@@ -166,21 +168,45 @@ class RunReader:
         after: tuple[int, int] | None = None,
         offset: int = 0,
         newest_first: bool = False,
+        order: Order = "step",
     ) -> Page:
-        """Summaries of the rollouts that `where` lets through, in the run's order.
+        """Summaries of the rollouts that `where` lets through, in the run's order or by another value.
 
         after: a page's `next`. offset: skip that many more; cheap where `where` names at most split, step and status.
+        newest_first: last first, or the highest value first. order: by reward or advantage, those without are left out.
         """
-        query = PageQuery(where or Filter(), newest_first, after, offset)
+        query = PageQuery(where or Filter(), newest_first, after, offset, order, self.version)
         with self._snapshot():
             keys = [Cursor(*row) for row in query.keys(self._connection, limit + 1)]
-            rows = self._summaries([cursor.key for cursor in keys[:limit]])
+            rows = self.summaries([cursor.key for cursor in keys[:limit]])
         return Page(rows, keys[limit - 1] if len(keys) > limit else None)
+
+    def page_of_texts(
+        self,
+        where: Filter | None = None,
+        *,
+        limit: int,
+        after: tuple[int, int] | None = None,
+        newest_first: bool = False,
+        order: Order = "step",
+    ) -> tuple[list[tuple[Cursor, bytes]], Cursor | None]:
+        """As `page`, without summaries: each rollout's place and its packed messages; and the page's `next`."""
+        query = PageQuery(where or Filter(), newest_first, after, 0, order, self.version)
+        with self._snapshot():
+            keys = [Cursor(*row) for row in query.keys(self._connection, limit + 1)]
+            texts = self.texts([cursor.key for cursor in keys[:limit]])
+        found = [(cursor, texts[cursor.key]) for cursor in keys[:limit] if cursor.key in texts]
+        return found, keys[limit - 1] if len(keys) > limit else None
+
+    def summaries(self, keys: list[int]) -> list[dict[str, Any]]:
+        """Of these rollouts, in this order; those that are gone are left out."""
+        sql = "SELECT r.*, t.id AS task_id FROM rollouts AS r JOIN tasks AS t ON t.key = r.task_key WHERE r.key IN ({})"
+        return [read_summary(dict(row)) for row in self._by_key(sql, keys)]
 
     def count(self, where: Filter | None = None, limit: int = COUNT_LIMIT) -> int:
         """How many rollouts `where` lets through. Filters on task or reward count no further than `limit`."""
         with self._snapshot():
-            return PageQuery(where or Filter()).count(self._connection, limit)
+            return PageQuery(where or Filter(), version=self.version).count(self._connection, limit)
 
     def rollout(self, key: int) -> dict[str, Any]:
         """One rollout in full: every field of `mrl.types.Rollout`, samples as dicts. Raises StoreError: no such key."""
@@ -193,7 +219,7 @@ class RunReader:
         """Every rollout in full, a chunk in memory at a time."""
         after: tuple[int, int] | None = None
         while True:
-            query = PageQuery(where or Filter(), newest_first, after)
+            query = PageQuery(where or Filter(), newest_first, after, version=self.version)
             with self._snapshot():
                 keys = list(query.keys(self._connection, CHUNK))
                 rows = self._in_full([key for _, key in keys])
@@ -201,6 +227,11 @@ class RunReader:
             if len(keys) < CHUNK:
                 return
             after = keys[-1]
+
+    def texts(self, keys: list[int]) -> dict[int, bytes]:
+        """Messages and the like of these rollouts, packed as they are stored, by key."""
+        listed = ", ".join(map(str, map(int, keys)))
+        return dict(self._tuples(f"SELECT key, texts FROM contents WHERE key IN ({listed})", ()))
 
     def failures(self, split: Split = "train") -> tuple[dict[str, int], int]:
         """Errors of failed rollouts with their counts, and the number of all rollouts; those dropped as stale or unused
@@ -228,6 +259,25 @@ class RunReader:
         sql = "SELECT DISTINCT step_id / 2 AS step FROM rollouts WHERE step_id % 2 = 0 AND advantage != 0"
         return {row["step"] for row in self._all(sql)}
 
+    def groups(self, split: Split, step: int) -> list[dict[str, Any]]:
+        """The groups of a step: number, task's id, rollouts, lowest, mean and highest reward."""
+        sql = """
+            SELECT r.group_index AS "group", t.id AS task_id, count(*) AS rollouts, min(r.reward) AS low,
+                   avg(r.reward) AS reward, max(r.reward) AS high
+            FROM (SELECT group_index, task_key, iif(typeof(reward) = 'real', reward, NULL) AS reward FROM rollouts
+                  WHERE step_id = ?) AS r
+            JOIN tasks AS t ON t.key = r.task_key GROUP BY r.group_index ORDER BY r.group_index
+        """
+        return [dict(row) for row in self._all(sql, (step_id_of(split, step),))]
+
+    def attempts(self, split: Split, step: int) -> list[tuple[str, int, Any, int, int, str | None]]:
+        """Every rollout of a step, in order: task's id, attempt, reward, tokens, key, error."""
+        sql = """
+            SELECT t.id, r.attempt, r.reward, r.tokens, r.key, r.error FROM rollouts AS r
+            JOIN tasks AS t ON t.key = r.task_key WHERE r.step_id = ? ORDER BY r.key
+        """
+        return self._tuples(sql, (step_id_of(split, step),))
+
     # --- tasks and events -------------------------------------------------------------------------------------------
 
     def tasks(self, limit: int = 50, after: str = "") -> list[dict[str, Any]]:
@@ -246,6 +296,17 @@ class RunReader:
             {**read_task(row["id"], row["content"]), **{n: row[n] for n in ("rollouts", "failed", "reward")}}
             for row in rows
         ]
+
+    def tasks_called(self, task_id: str) -> list[dict[str, Any]]:
+        """The contents that a task had in this run, oldest first: id, prompt, columns; [] for no such task."""
+        rows = self._all("SELECT id, content FROM tasks WHERE id = ? ORDER BY key", (text(task_id),))
+        return [read_task(row["id"], row["content"]) for row in rows]
+
+    def tasks_of(self, split: Split, steps: list[int]) -> list[dict[str, Any]]:
+        """The tasks that were attempted in these steps: id, prompt, columns."""
+        ids = ", ".join(str(step_id_of(split, int(step))) for step in steps)
+        sql = f"SELECT id, content FROM tasks WHERE key IN (SELECT task_key FROM rollouts WHERE step_id IN ({ids}))"
+        return [read_task(row["id"], row["content"]) for row in self._all(sql)]
 
     def events(self, kind: str | None = None, after: int = 0, limit: int = -1) -> list[dict[str, Any]]:
         """Events in order: id, time, kind, message, step if any, and their details. after: an event's id."""
@@ -270,10 +331,6 @@ class RunReader:
             "WHERE step_id BETWEEN ? AND ? AND step_id % 2 = ? ORDER BY step_id, name"
         )
         return self._tuples(sql, (step_ids[0], step_ids[-1], step_ids[0] % 2))
-
-    def _summaries(self, keys: list[int]) -> list[dict[str, Any]]:
-        sql = "SELECT r.*, t.id AS task_id FROM rollouts AS r JOIN tasks AS t ON t.key = r.task_key WHERE r.key IN ({})"
-        return [read_summary(dict(row)) for row in self._by_key(sql, keys)]
 
     def _in_full(self, keys: list[int]) -> list[dict[str, Any]]:
         sql = """

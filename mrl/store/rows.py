@@ -16,7 +16,7 @@ from mrl.types import Media, Rollout, Sample, Task
 
 ROLLOUT_COLUMNS = (
     *("key", "step_id", "task_key", "group_index", "id", "attempt", "status", "error", "reward", "advantage"),
-    *("tokens", "finish_reason", "rewards"),
+    *("tokens", "finish_reason", "rewards", "policy_version"),
 )
 CONTENT_KEYS = ("step_rewards", "metrics", "extra", "seconds", "limit")
 LAST_MESSAGE = "last message"
@@ -55,6 +55,7 @@ def rollout_row(rollout: Rollout, key: int, step_id: int, task_key: int, group: 
         rollout.num_tokens,
         rollout.samples[-1].finish_reason if rollout.samples else None,
         text(to_json(rollout.rewards).decode("utf-8", "surrogatepass")),
+        max((version for sample in rollout.samples for version in _versions(sample)), default=None),
     )
 
 
@@ -127,6 +128,11 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, default=_plain)
 """`json.dumps` makes one for every call that has options."""
 
 
+def _versions(sample: Sample) -> list[int]:
+    versions = sample.policy_version
+    return versions if isinstance(versions, list) else [int(versions)]
+
+
 def _same(first: Any, second: Any) -> bool:
     return first is second or to_json(first) == to_json(second)
 
@@ -166,6 +172,7 @@ def read_summary(row: Mapping[str, Any]) -> dict[str, Any]:
         "advantage": read_number(row["advantage"]),
         "tokens": row["tokens"],
         "finish_reason": row["finish_reason"],
+        "policy_version": row.get("policy_version"),
     }
 
 

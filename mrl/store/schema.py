@@ -9,10 +9,11 @@ from pathlib import Path
 from mrl.errors import StoreError
 
 DATABASE = "run.db"
-VERSION = 2
+VERSION = 3
 """Of the tables below. A change to them raises it."""
 OLDEST = 1
-"""The oldest version that can be read, and is brought up to date when a run is resumed: it has no `progress`."""
+"""The oldest version that can be read, and is brought up to date when a run is resumed: version 1 has no `progress`,
+versions 1 and 2 have no policy versions and none of the indexes in LOOKING."""
 APPLICATION_ID = 0x6D726C31
 """Marks the file as ours ("mrl1")."""
 BUSY_SECONDS = 60.0
@@ -31,6 +32,14 @@ CREATE TABLE progress (                -- one row, written over while the run go
     workers TEXT NOT NULL              -- JSON: of each its name, whether it is alive, the version it serves, restarts
 );
 """
+
+LOOKING = """
+CREATE INDEX rollouts_truncated ON rollouts (step_id) WHERE finish_reason = 'length';
+CREATE INDEX rollouts_by_version ON rollouts (policy_version, step_id);
+CREATE INDEX rollouts_by_tokens ON rollouts (tokens, step_id);
+CREATE INDEX rollouts_by_advantage ON rollouts (advantage, step_id);
+"""
+"""For filters and orders of whoever looks at rollouts."""
 
 TABLES = f"""
 CREATE TABLE run (                     -- one row
@@ -87,13 +96,14 @@ CREATE TABLE rollouts (                -- what lists and filters need; the rest 
     advantage REAL,
     tokens INTEGER NOT NULL,           -- completion tokens over all samples
     finish_reason TEXT,                -- of the last sample
-    rewards TEXT NOT NULL              -- JSON: by reward function
+    rewards TEXT NOT NULL,             -- JSON: by reward function
+    policy_version INTEGER             -- the newest that sampled a token of it; NULL where none was sampled
 );
 CREATE INDEX rollouts_by_step ON rollouts (step_id);
 CREATE INDEX rollouts_by_task ON rollouts (task_key, step_id);
 CREATE INDEX rollouts_by_reward ON rollouts (reward, step_id);
 CREATE INDEX rollouts_failed ON rollouts (step_id) WHERE status = 'failed';
-
+{LOOKING}
 CREATE TABLE contents (
     key INTEGER PRIMARY KEY REFERENCES rollouts ON DELETE CASCADE,
     texts BLOB NOT NULL,               -- deflated JSON: messages, step rewards, metrics, extra columns, timings
@@ -135,8 +145,10 @@ def open_writer(folder: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
-    if connection.execute("PRAGMA user_version").fetchone()[0] < VERSION:
-        connection.executescript(f"BEGIN IMMEDIATE; {PROGRESS} PRAGMA user_version = {VERSION}; COMMIT;")
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found < VERSION:
+        added = f"{PROGRESS if found < 2 else ''} ALTER TABLE rollouts ADD COLUMN policy_version INTEGER; {LOOKING}"
+        connection.executescript(f"BEGIN IMMEDIATE; {added} PRAGMA user_version = {VERSION}; COMMIT;")
     return connection
 
 

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from mrl.config import OrchestratorConfig
+from mrl.errors import StoreError
 from mrl.store import writer
+from mrl.store.filters import Filter
 from mrl.store.find import SILENT_SECONDS, summarize
 from mrl.store.progress import Progress, WorkerHealth
 from mrl.store.read import RunReader
@@ -290,12 +292,18 @@ def test_a_run_that_is_stuck_runs_without_a_sign_of_life(tmp_path: Path, monkeyp
 def test_a_store_from_before_progress_is_read_and_gone_on_with(make_run: Callable[..., Path]) -> None:
     folder = make_run()
     with sqlite3.connect(folder / "run.db") as db:
+        for index in ("truncated", "by_version", "by_tokens", "by_advantage"):
+            db.execute(f"DROP INDEX rollouts_{index}")
+        db.execute("ALTER TABLE rollouts DROP COLUMN policy_version")
         db.execute("DROP TABLE progress")
         db.execute("PRAGMA user_version = 1")
     db.close()
     with RunReader(folder) as reader:
         assert reader.progress() is None
         assert reader.last_step() == 6
+        assert reader.page(order="tokens", limit=1).rows[0]["policy_version"] is None
+        with pytest.raises(StoreError, match="policy_version: this run was recorded by an older mrl"):
+            reader.page(Filter(policy_version=3))
     assert summarize(folder).status == "finished"
     store = RunStore.reopen(folder)
     with RunReader(folder) as reader:

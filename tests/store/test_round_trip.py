@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mrl.config import OrchestratorConfig
 from mrl.store.arrays import decode_samples, encode_samples
 from mrl.store.read import RunReader
-from mrl.store.rows import content_row, read_rollout, rollout_row, task_row, to_rollout
+from mrl.store.rows import ROLLOUT_COLUMNS, content_row, read_rollout, rollout_row, task_row, to_rollout
 from mrl.store.run import RunStore, read_rows
 from mrl.types import Group, Rollout, Sample, Task
 
@@ -100,9 +100,8 @@ def test_rollouts_field_by_field(pair: tuple[Task, Rollout]) -> None:
     task, rollout = pair
     for sample in rollout.samples:
         sample.logprobs = [0.0 if value != value else value for value in sample.logprobs]  # NaN is unequal to itself
-    names = ("key", "step_id", "task_key", "group_index", "id", "attempt", "status", "error", "reward", "advantage")
     row = dict(
-        zip((*names, "tokens", "finish_reason", "rewards"), rollout_row(rollout, 5, 8, 1, 0), strict=True),
+        zip(ROLLOUT_COLUMNS, rollout_row(rollout, 5, 8, 1, 0), strict=True),
         **dict(zip(("key", "texts", "samples"), content_row(rollout, 5, task), strict=True)),
         task_id="t",
         task_content=task_row(task)[2],

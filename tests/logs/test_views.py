@@ -1,0 +1,238 @@
+"""Every view over HTTP: what it shows of a store that is known."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from starlette.testclient import TestClient
+
+from mrl.store.filters import Filter
+from mrl.store.read import RunReader
+from tests.logs.conftest import ATTEMPTS, STEPS, TASKS, client_of, write_run
+
+KEYS = re.compile(r'<tr data-href="/run/first/rollout/(\d+)')
+
+
+def keys(html: str) -> list[int]:
+    return [int(found) for found in KEYS.findall(html)]
+
+
+def expected(runs: Path, **where: object) -> list[int]:
+    with RunReader(runs / "first") as reader:
+        return [row["key"] for row in reader.page(Filter(**where), limit=10_000, newest_first=True).rows]  # type: ignore[arg-type]
+
+
+def test_the_table_of_runs(client: TestClient) -> None:
+    html = client.get("/").text
+    assert html.index("/run/second") < html.index("/run/first")  # newest first
+    assert "finished" in html
+    assert "starter" in html
+    found = client.get("/?sort=best&up=1").text
+    assert found.index("/run/second") < found.index("/run/first")
+    assert client.get("/?sort=best").text.index("/run/first") < client.get("/?sort=best").text.index("/run/second")
+    assert "/run/second" not in client.get("/?q=FIRST").text
+    assert "No run is like that" in client.get("/?status=failed").text or "No run" in client.get("/?q=zzz").text
+
+
+def test_an_empty_folder_says_what_to_do(tmp_path: Path) -> None:
+    assert "mrl train quickstart" in client_of(tmp_path).get("/").text
+    assert "Nothing to compare yet" in client_of(tmp_path).get("/compare").text
+    assert "No evaluations yet" in client_of(tmp_path).get("/evals").text
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    client = client_of(tmp_path, [tmp_path / "later"])
+    assert "nothing is recorded yet" in client.get("/").text
+    assert client.get("/run/later").status_code == 404
+    assert "is loading" in client.get("/run/later").text
+    write_run(tmp_path / "later", steps=1)
+    assert client.get("/run/later").status_code == 200
+
+
+def test_a_run_and_its_points(client: TestClient) -> None:
+    html = client.get("/run/first").text
+    for title in ("Reward by function", "Pass rate", "KL", "Seconds by phase", "Logprob gap"):
+        assert title in html
+    assert "1 warning" in html
+    assert "does not answer" in html  # the actor
+    found = client.get(
+        "/run/first/series.json?metric=reward/mean&metric=train/kl&metric=eval:eval/mean&metric=no"
+    ).json()
+    assert found["series"]["reward/mean"] == {"x": list(range(1, 13)), "y": [step / 20 for step in range(1, 13)]}
+    assert found["series"]["train/kl"]["y"][4] == "nan"
+    assert found["series"]["eval:eval/mean"]["x"] == [4, 8, 12]
+    assert found["series"]["no"] == {"x": [], "y": []}
+    assert found["events"] == [
+        {"step": 3, "kind": "warning", "message": "step 3: 1 of 12 rollouts could not be scored"}
+    ]
+    assert client.get("/run/first/series.json?metric=reward/mean&since=10").json()["series"]["reward/mean"]["x"] == [
+        11,
+        12,
+    ]
+    against = client.get("/run/first?y=reward/mean&x=train/kl").text
+    assert "reward/mean against train/kl" in against
+
+
+@pytest.mark.parametrize(
+    ("query", "where"),
+    [
+        ("", {}),
+        ("step=3", {"step": 3}),
+        ("task=task/1", {"task_id": "task/1"}),
+        ("status=failed", {"status": "failed"}),
+        ("min=0.5", {"reward_min": 0.5}),
+        ("max=0", {"reward_max": 0.0}),
+        ("truncated=yes", {"truncated": True}),
+        ("version=4&truncated=no", {"policy_version": 4, "truncated": False}),
+        ("split=eval&step=8", {"split": "eval", "step": 8}),
+    ],
+)
+def test_filters(client: TestClient, runs: Path, query: str, where: dict[str, object]) -> None:
+    wanted = expected(runs, **where)
+    assert wanted
+    found, href = [], f"/run/first/rollouts?{query}"
+    while href:
+        html = client.get(href).text
+        found += keys(html)
+        following = re.search(r'rel="next" href="([^"]+)"', html)
+        href = following[1].replace("&amp;", "&") if following else ""
+        if following:
+            asked, kept = parse_qs(query), parse_qs(urlsplit(href).query)
+            assert {name: kept[name] for name in asked} == asked
+    assert found == wanted
+    assert f"<b>{len(wanted)}</b>" in client.get(f"/run/first/rollouts?{query}").text
+
+
+def test_pages_back_and_forth(client: TestClient) -> None:
+    first = client.get("/run/first/rollouts").text
+    following = re.search(r'rel="next" href="([^"]+)"', first)
+    assert following
+    second = client.get(following[1].replace("&amp;", "&")).text
+    back = re.search(r'rel="prev" href="([^"]+)"', second)
+    assert back
+    assert keys(client.get(back[1].replace("&amp;", "&")).text) == keys(first)
+
+
+def test_orders(client: TestClient, runs: Path) -> None:
+    with RunReader(runs / "first") as reader:
+        rows = {row["key"]: row for row in reader.page(limit=10_000).rows}
+    for order in ("reward", "tokens", "advantage"):
+        for up in ("", "1"):
+            values = [rows[key][order] for key in keys(client.get(f"/run/first/rollouts?order={order}&up={up}").text)]
+            assert values == sorted(values, reverse=not up)
+            assert len(values) == 50
+
+
+def test_what_cannot_be_understood_is_said(client: TestClient) -> None:
+    found = client.get(
+        "/run/first/rollouts?step=abc&min=nan&status=odd&after=x&version=99999999999999999999&order=none"
+    )
+    assert found.status_code == 200
+    for problem in ("step: &#39;abc&#39; is no whole number", "min:", "status: &#39;odd&#39; is none of", "after:"):
+        assert problem in found.text
+    assert len(keys(found.text)) == 50
+
+
+def test_text_search(client: TestClient) -> None:
+    found = client.get("/run/first/rollouts?text=ANSWER+7.1.&step=7").text
+    assert len(keys(found)) == ATTEMPTS
+    assert f"all {TASKS * ATTEMPTS} rollouts of this filter were searched" in found
+    assert keys(client.get("/run/first/rollouts?text=assistant").text) == []  # a role is no text
+    assert len(keys(client.get("/run/first/rollouts?text=print(2+%3C+1)%0A").text)) == 48
+
+
+def test_one_rollout(client: TestClient, runs: Path) -> None:
+    key = expected(runs, step=5)[0]
+    with RunReader(runs / "first") as reader:
+        row = reader.rollout(key)
+    chat = client.get(f"/run/first/rollout/{key}").text
+    assert "print(2 &lt; 1)" in chat
+    assert '<div class="code">' in chat
+    assert "style" in chat
+    assert "verdict" in chat
+    tokens = client.get(f"/run/first/rollout/{key}?view=tokens&colour=gap").text
+    assert tokens.count('class="t g5"') == 1  # the legend's
+    assert tokens.count('class="t g4"') == 1  # +0.25
+    assert tokens.count('class="t e"') == 2  # the environment's token, and the legend's
+    assert "trainer 0.15, gap +0.25" in tokens
+    assert "2 tokens of prompt, 2 sampled, 1 of the environment" in tokens
+    raw = client.get(f"/run/first/rollout/{key}?raw=1")
+    assert raw.headers["content-disposition"].startswith("attachment")
+    assert json.loads(raw.text)["samples"][0]["completion_ids"] == row["samples"][0]["completion_ids"]
+    beside = client.get(f"/run/first/rollout/{key}/neighbours.json?step=5").json()
+    assert beside == {"before": None, "after": expected(runs, step=5)[1]}
+    assert client.get("/run/first/rollout/999999").status_code == 404
+
+
+def test_a_group_and_a_task(client: TestClient) -> None:
+    group = client.get("/run/first/group/train/3/0").text
+    assert group.count('<article class="attempt') == ATTEMPTS
+    assert "SandboxError: it broke" in group
+    assert client.get("/run/first/group/train/3/99").status_code == 404
+    task = client.get("/run/first/task?id=task/2").text
+    assert f"{STEPS * ATTEMPTS} attempts in training, 3 in evaluations" in task
+    assert client.get("/run/first/task?id=none").status_code == 404
+    assert "task/1" in client.get("/run/first/tasks").text
+
+
+def test_events_and_configuration(client: TestClient) -> None:
+    assert "could not be scored" in client.get("/run/first/events?kind=warning").text
+    assert "workers are up" not in client.get("/run/first/events?kind=warning").text
+    assert "learning_rate" in client.get("/run/first/config").text
+
+
+def test_runs_side_by_side(client: TestClient) -> None:
+    html = client.get("/compare?run=first&run=second").text
+    assert "learning_rate" in html
+    assert "3e-05" in html
+    assert "beta" not in re.findall(r"<th>(\w+)</th>", html)  # the same in both
+    specs = [json.loads(found.replace("&#34;", '"')) for found in re.findall(r'data-chart="([^"]+)"', html)]
+    assert [one["run"] for one in specs[0]["series"]] == ["first", "second"]
+    assert client.get("/compare?run=none").status_code == 404
+
+
+def test_evaluations(client: TestClient) -> None:
+    html = client.get("/evals").text
+    assert html.count('name="e"') == 5  # three of one run, two of the other
+    assert "<th>family</th>" in html
+    diff = client.get("/evals/diff?a=first@4&b=first@8").text
+    assert "fixed" in diff
+    rows = list(csv.DictReader(io.StringIO(client.get("/evals/diff?a=first@4&b=first@8&format=csv").text)))
+    assert {row["task"] for row in rows} == {"task/0", "task/1", "task/2"}
+    for row in rows:
+        assert float(row["difference"]) == float(row["b"]) - float(row["a"])
+    lines = client.get("/evals/export?format=jsonl&e=first@4").text.splitlines()
+    assert [json.loads(line)["task"] for line in lines] == ["task/0", "task/1", "task/2"]
+    assert client.get("/evals/export?format=png&e=first@4").content.startswith(b"\x89PNG")
+    assert client.get("/evals/diff?a=first@4&b=none@1").status_code == 404
+    assert "task/1" in client.get("/run/first/evals?by=task&value=tokens").text
+
+
+def test_a_page_of_named_runs_shows_no_others(runs: Path) -> None:
+    client = client_of(runs, [runs / "second"])
+    assert "/run/first" not in client.get("/").text
+    assert client.get("/run/first").status_code == 404
+
+
+def test_a_run_goes_on(tmp_path: Path) -> None:
+    """What is new is there with the next request; nothing is kept of a run that moves."""
+    from mrl.store.run import RunStore
+
+    write_run(tmp_path / "moving", steps=2, status="running")
+    store = RunStore.reopen(tmp_path / "moving")
+    client = client_of(tmp_path)
+    assert "running" in client.get("/run/moving").text
+    store.write_step(3, {"reward/mean": 0.75}, [])
+    store.flush()
+    found = client.get("/run/moving/series.json?metric=reward/mean&since=2").json()
+    assert (found["series"]["reward/mean"], found["live"]) == ({"x": [3], "y": [0.75]}, True)
+    assert "0.75" in client.get("/run/moving/head").text
+    store.finish("finished")
+    store.close()
+    assert "finished" in client.get("/run/moving/head").text
