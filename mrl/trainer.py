@@ -26,6 +26,7 @@ from mrl.system.threads import release_openmp_threads
 
 if TYPE_CHECKING:
     from mrl.loop.given_model import GivenModel
+    from mrl.loop.on_modal import RunOnModal
 
 T = TypeVar("T")
 
@@ -110,12 +111,13 @@ class MRLTrainer:
     def _in_arguments(self, message: str) -> str:
         return in_python(message, self._arguments) if self._arguments else message
 
-    def _make_run(self) -> RecordedRun:
-        if self.config.trl.mode == "simple":
-            from mrl.simple.run import SimpleRun
+    def _make_run(self) -> RecordedRun | RunOnModal:
+        if self.config.runtime.backend == "modal":
+            from mrl.loop.on_modal import RunOnModal, is_there
 
-            return SimpleRun(self.config, self.run_dir, resume=self.resume)
-        return Orchestrator(self.config, self.run_dir, resume=self.resume)
+            if is_there(self.config):
+                return RunOnModal(self.config, self.run_dir, resume=self.resume, make_run=make_run)
+        return make_run(self.config, self.run_dir, self.resume)
 
 
 def train_simple(**options: Unpack[Options]) -> RunResult:
@@ -125,6 +127,15 @@ def train_simple(**options: Unpack[Options]) -> RunResult:
     """
     options.setdefault("mode", "simple")
     return MRLTrainer(**options).train()
+
+
+def make_run(config: OrchestratorConfig, run_dir: Path, resume: bool) -> RecordedRun:
+    """The run of a configuration, in this process. resume: `run_dir` holds one of it."""
+    if config.trl.mode == "simple":
+        from mrl.simple.run import SimpleRun
+
+        return SimpleRun(config, run_dir, resume=resume)
+    return Orchestrator(config, run_dir, resume=resume)
 
 
 def make_config(options: dict[str, Any]) -> OrchestratorConfig:
@@ -160,7 +171,7 @@ def choose_run_dir(config: OrchestratorConfig) -> Path:
     return runs_root() / f"{model}-{data}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def run_to_end(work: Coroutine[Any, Any, T], run: RecordedRun | None = None) -> T:
+def run_to_end(work: Coroutine[Any, Any, T], run: RecordedRun | RunOnModal | None = None) -> T:
     """`asyncio.run`, also from a thread whose event loop is running. run: what signals stop, where `work` is its."""
     release_openmp_threads()  # which the caller may have from models of its own; workers compute on other threads
     try:
@@ -181,7 +192,7 @@ class _Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def _run_in_thread(work: Coroutine[Any, Any, T], run: RecordedRun | None) -> T:
+def _run_in_thread(work: Coroutine[Any, Any, T], run: RecordedRun | RunOnModal | None) -> T:
     """Run `work` on an event loop of its own and wait. The first interrupt stops `run`; the next one ends the wait."""
     outcome: list[T] = []
     errors: list[BaseException] = []

@@ -119,6 +119,29 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def modal_variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment variables of an account at Modal, or at an emulator of it (tests/modal_account.py)."""
+    from tests.modal_account import account
+
+    with account(tmp_path_factory.mktemp("modal")) as variables:
+        yield variables
+
+
+@pytest.fixture
+def modal_account(modal_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process has an account at Modal. What tests define travels there with its code."""
+    import cloudpickle
+
+    import tests
+
+    for name, value in modal_variables.items():
+        monkeypatch.setenv(name, value)
+    cloudpickle.register_pickle_by_value(tests)
+    yield
+    cloudpickle.unregister_pickle_by_value(tests)
+
+
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that look at them."""

@@ -80,6 +80,12 @@ class ProcessBackend:
     def check(resources: list[Resources], delay: float = 0.0, hidden: str | None = None) -> None:
         """Whatever is asked for, there is this machine."""
 
+    def price(self, name: str, resources: Resources) -> None:
+        """This machine is there anyway."""
+
+    def spent(self) -> None:
+        """Nothing that is known here."""
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         self.reserved = dict(workers)
 

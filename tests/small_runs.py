@@ -52,7 +52,7 @@ def record_of(folder: Path, without: str = "time/") -> dict[str, Any]:
     clock = ("time", "rollout/tokens_per_second")
 
     def timeless(row: dict[str, Any]) -> dict[str, Any]:
-        left_out = ("time/", "rollout/prefill_", without)
+        left_out = ("time/", "cost/", "rollout/prefill_", without)
         return {key: repr(value) for key, value in row.items() if key not in clock and not key.startswith(left_out)}
 
     def rollout(row: dict[str, Any]) -> list[Any]:

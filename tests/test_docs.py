@@ -52,6 +52,8 @@ def test_commands_and_flags_exist(page: Path) -> None:
         "live",
         "host",
         "rollouts",
+        "step-seconds",
+        "like",
     }
     known = {name.replace("_", "-") for name in flat_fields()} | own
     known |= {alias.removeprefix("--") for aliases in ALIASES.values() for alias in aliases}

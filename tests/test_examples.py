@@ -156,6 +156,7 @@ def test_sft(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 ELSEWHERE = {
+    "modal.yaml": "loop/test_modal_runs.py",
     "openenv_guess.py": "rollouts/openenv/test_openenv_runs.py",
     "trl_environment.py": "trl/test_scripts.py",
 }

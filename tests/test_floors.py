@@ -20,7 +20,7 @@ FLOORS: dict[int, list[str]] = {
     4: ["experience", "mismatch", "actor", "workers"],
     5: ["rollouts", "server"],
     6: ["loop", "simple", "evals"],
-    7: ["trainer", "trl", "mrl", "logs", "cli", "__main__"],
+    7: ["trainer", "trl", "mrl", "logs", "cli", "__main__", "app", "train"],
 }
 """Rooms by floor, the package's own `__init__` being `mrl`. A room may import those of lower floors, and those to its
 left."""

@@ -79,6 +79,15 @@ class Backend(Protocol):
         """Raise ConfigError, before anything is started, for bad options or workers that it cannot provide."""
         ...
 
+    def price(self, name: str, resources: Resources) -> float | None:
+        """Dollars per hour that a worker of this name costs from its start to its end; None = nothing that is known
+        here. Asks nobody. Raises ConfigError for what the backend does not provide."""
+        ...
+
+    def spent(self) -> float | None:
+        """Dollars that this backend's workers have cost so far; None where it knows no prices."""
+        ...
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """Before the first of a run's workers is spawned: what all of them need, by name, so that they get it together
         or not at all. Raises ConfigError when there is not that much. Others may be spawned besides."""

@@ -140,6 +140,12 @@ class InlineBackend:
                     "them; set it before the run"
                 )
 
+    def price(self, name: str, resources: Resources) -> None:
+        """This machine is there anyway."""
+
+    def spent(self) -> None:
+        """Nothing that is known here."""
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """Nothing: there is what is there."""
 

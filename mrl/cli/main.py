@@ -1,4 +1,4 @@
-"""The command line: `mrl train`, `eval`, `sample`, `runs`, `logs`, `report`, `checkpoints`, `replay`, `doctor` ….
+"""The command line: `mrl train`, `plan`, `eval`, `sample`, `runs`, `logs`, `report`, `checkpoints`, `replay` ….
 
 Results go to stdout (plain data with --json), progress and messages to stderr. What a user can mend ends with one
 message and exit code 2.
@@ -254,6 +254,7 @@ def _lazily(where: str) -> Command:
 
 COMMANDS: dict[str, tuple[Command, str]] = {
     "train": (train, "train a model by reinforcement learning"),
+    "plan": (_lazily("mrl.cli.plan:plan"), "what `mrl train` would start, and what it would cost"),
     "eval": (_lazily("mrl.cli.eval:evaluate"), "measure a model: mean reward, pass@1, pass@k"),
     "sample": (_lazily("mrl.cli.eval:sample"), "print what a model says to a prompt"),
     "runs": (_lazily("mrl.cli.runs:runs"), "list, show, compare, export and delete runs"),

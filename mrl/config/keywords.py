@@ -165,6 +165,7 @@ class Options(TypedDict, total=False):
     sync_timeout: float
     max_worker_restarts: int
     call_timeout: float
+    max_cost: float | None
     # serving
     vllm_python: str | None
     tensor_parallel_size: int

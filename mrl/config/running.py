@@ -73,7 +73,7 @@ class RuntimeConfig(Section):
     """Where things run and how weights travel."""
 
     backend: str = "inline"
-    """Where workers live: `inline` = objects in this process."""
+    """Where workers live: `inline` = objects in this process, `ray` = a Ray cluster, `modal` = containers at Modal."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the backend's own, by name; `inline` has none."""
     engine: str = "transformers"
@@ -86,10 +86,10 @@ class RuntimeConfig(Section):
     together; with one, the whole batch."""
     actor_gpu: str | None = None
     """GPU type of the actor, with their number where it is above 1: `A100:4`; `cpu` for none, `cpu:2` for two processes
-    without. None = the backend's choice (`ray`: one GPU of any type, if the cluster has any); `inline` uses the device
-    that is there."""
+    without. None = the backend's choice (`ray`: one GPU of any type, if the cluster has any; `modal`: A100); `inline`
+    uses the device that is there."""
     rollout_gpu: str | None = None
-    """The same for each rollout worker."""
+    """The same for each rollout worker; `modal` chooses A10."""
     weight_sync_method: str = "reload"
     """How new weights reach the rollout workers (docs/weight-sync.md): `reload` (files), `direct` (the actor's own
     module in one process, shared memory on one machine), `volume` (a shared disk), `object_store` (Ray's), `delta`
@@ -112,6 +112,9 @@ class RuntimeConfig(Section):
     reward workers, and of the actor so many each. With a new actor the run goes on from its last checkpoint."""
     call_timeout: float = Field(3600.0, gt=0)
     """Seconds any call to a worker may take before the worker counts as dead."""
+    max_cost: float | None = Field(None, gt=0)
+    """Dollars: a run that has cost so much, over all its sessions, ends with a checkpoint. For backends that rent
+    machines (docs/cost.md). Looked at after every step."""
 
     @field_validator("actor_gpu", "rollout_gpu")
     @classmethod

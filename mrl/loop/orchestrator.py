@@ -141,6 +141,7 @@ class Orchestrator(RecordedRun):
                 self.step -= 1
                 raise
             self.boundary = None
+            self._look_at_cost()
             last = self.step == self.total_steps
             if self._evaluates() and (last or (training.eval_steps and self.step % training.eval_steps == 0)):
                 await self._evaluate()
@@ -201,6 +202,7 @@ class Orchestrator(RecordedRun):
         """Into the run's record, with the times."""
         tokens = sum(rollout.num_tokens for group in recorded for rollout in group.rollouts)
         self.seconds["step"] = perf_counter() - start
+        metrics |= self.cost.metrics()
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics |= {"rollout/tokens": float(tokens), "rollout/tokens_per_second": tokens / self.seconds["step"]}
         self.store.write_step(self.step, metrics, recorded)

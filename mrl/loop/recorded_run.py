@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mrl.config import OrchestratorConfig
 from mrl.errors import StoreError, WorkerDied
+from mrl.loop.cost import EVENT as COST
+from mrl.loop.cost import Cost, check_cost, cost_before
 from mrl.loop.progress import RunProgress
 from mrl.loop.report import first_and_last_reward, shown_completion
 from mrl.loop.resume import (
@@ -139,6 +141,8 @@ class RecordedRun(ABC):
         if self.signal is not None:  # before there was a loop to tell
             self._stop()
         self.config.model.model = pin_model(self.config.model.model)
+        check_cost(self.config, self.run_dir, resume=self.resume)
+        self.cost = Cost(self.config.runtime.max_cost, cost_before(self.run_dir) if self.resume else 0.0)
         self.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
         self.progress = RunProgress(self.trackers)
         self.progress.stage("loading data")
@@ -151,7 +155,10 @@ class RecordedRun(ABC):
         self._random_before = random_state()
         self.progress.stage("loading", self.config.model.model)
         self.backend = backend_of(self.config)
+        self.cost.count(self.backend)
         self.store = self._open_store()
+        if self.cost.before:
+            self._record_cost()  # the steps that knew of it may just have been forgotten
         self.progress.record(self.store, self.step)
         outcome: Outcome = "failed"
         warnings: list[str] = []
@@ -181,6 +188,8 @@ class RecordedRun(ABC):
             self.trackers.finish(outcome)
             await self.backend.close()
             self._clean_up()
+            with contextlib.suppress(StoreError):
+                self._record_cost()
             self.store.close()
         return RunResult(
             run_dir=self.run_dir,
@@ -229,6 +238,8 @@ class RecordedRun(ABC):
         self.prepared.notices = []  # they were told
         self.resume = True
         self.backend = backend_of(self.config)
+        self.cost.count(self.backend)
+        self._record_cost()
         self.trackers = self.progress.trackers = TrackerSet(self.config.run.report_to, self._tracker_failed)
         self.progress.stage("loading", self.config.model.model)
 
@@ -388,6 +399,22 @@ class RecordedRun(ABC):
         store.rewind(self.step if self.point is not None else -1)
         remove_leftovers(self.run_dir)
         shutil.rmtree(self.run_dir / self.working_folder, ignore_errors=True)
+
+    def _record_cost(self) -> None:
+        """In an event of no step, which no restart forgets."""
+        dollars = self.cost.dollars()
+        if dollars is not None:
+            self.store.event(COST, f"{dollars:.2f} dollars so far", dollars=dollars)
+
+    def _look_at_cost(self) -> None:
+        """After a step: end in good order when it is enough."""
+        if self.cost.reached() and not self.stopping:
+            self.stopping = True
+            self._stop_requested.set()
+            self._note(
+                f"max_cost: the run has cost {self.cost.dollars():.2f} dollars, of {self.cost.limit:g}; writing a "
+                "checkpoint and ending. Raise max_cost to go on with it"
+            )
 
     def _tracker_failed(self, message: str) -> None:
         self.store.event("tracker_failed", message, step=self.step)

@@ -26,7 +26,7 @@ MAY_CHANGE = frozenset(
         *("call_timeout", "num_rollout_workers", "actor_gpu", "rollout_gpu", "max_failed_fraction", "sync_timeout"),
         *("backend_options", "num_reward_workers", "actor_parallelism", "ddp_timeout"),
         *("serve", "serve_token_env"),
-        *("weight_sync_dir", "max_worker_restarts", "max_logprob_gap", "reward_trial"),
+        *("weight_sync_dir", "max_worker_restarts", "max_cost", "max_logprob_gap", "reward_trial"),
         *("vllm_python", "gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enforce_eager", "vllm_max_num_seqs"),
         *("vllm_start_timeout", "vllm_stall_timeout", "vllm_devices", "vllm_urls", "vllm_api_key_env"),
         *("vllm_model_name", "colocate"),

@@ -67,7 +67,7 @@ def _generation_kwargs(run: TrainerRun) -> dict[str, Any] | None:
 
 THE_RUN: Meanings = {
     **by_mrl("mode algorithm trl_args"),
-    **by_mrl("backend backend_options call_timeout actor_gpu max_worker_restarts"),
+    **by_mrl("backend backend_options call_timeout actor_gpu max_worker_restarts max_cost"),
     **by_mrl("run_dir run_name resume allow_change checkpoint_errors"),
     **becomes("report_to", report_to=lambda run: "none"),
     **becomes("log_completions", ONLINE, log_completions=left_alone),

@@ -213,11 +213,12 @@ class SimpleRun(RecordedRun):
     def _take(self, record: dict[str, Any]) -> None:
         kind, step = record["kind"], record["step"]
         if kind == "step":
-            self.step, self.metrics = step, record["metrics"]
+            self.step, self.metrics = step, record["metrics"] | self.cost.metrics()
             self.store.write_step(step, self.metrics, record["groups"])
             self.trackers.log(step, self.metrics)
             self.watch.look(step, record["groups"])
             self._show_completions(record["groups"])
+            self._look_at_cost()
         elif kind == "eval":
             self.eval_metrics = record["metrics"]
             self.store.write_eval(step, self.eval_metrics, record["groups"])

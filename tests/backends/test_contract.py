@@ -13,6 +13,7 @@ import pytest
 from mrl import errors
 from mrl.backends import Backend, Resources, WorkerHandle, base
 from mrl.backends.inline import InlineBackend
+from mrl.backends.modal import ModalBackend
 from mrl.backends.ray import RayBackend
 from mrl.errors import ConfigError, WorkerDied
 from tests.backends.workers import Worker
@@ -22,20 +23,36 @@ SOON = 10.0
 """Seconds that anything here takes at most: none of it hangs."""
 
 
-@pytest.fixture(
-    params=[
-        InlineBackend,
-        pytest.param(ProcessBackend, marks=pytest.mark.slow),
-        pytest.param(RayBackend, marks=pytest.mark.ray),
-    ],
-    ids=["inline", "processes", "ray"],
-)
-async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+ALL = {
+    "inline": InlineBackend,
+    "processes": pytest.param(ProcessBackend, marks=pytest.mark.slow),
+    "ray": pytest.param(RayBackend, marks=pytest.mark.ray),
+    "modal": pytest.param(ModalBackend, marks=pytest.mark.modal),
+}
+SHARING = {name: param for name, param in ALL.items() if name != "modal"}
+
+
+async def made(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
     if request.param is RayBackend:
         request.getfixturevalue("ray_cluster")
-    made = request.param(60.0)
-    yield made
-    await made.close()
+    if request.param is ModalBackend:
+        request.getfixturevalue("modal_account")
+    backend: Backend = request.param(60.0)
+    yield backend
+    await backend.close()
+
+
+@pytest.fixture(params=ALL.values(), ids=ALL.keys())
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    async for one in made(request):
+        yield one
+
+
+@pytest.fixture(params=SHARING.values(), ids=SHARING.keys())
+async def sharing(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    """One whose workers write to this machine's disk."""
+    async for one in made(request):
+        yield one
 
 
 async def spawn(backend: Backend, **args: Any) -> WorkerHandle:
@@ -89,9 +106,9 @@ async def test_a_call_that_misses_its_deadline_is_a_death(backend: Backend, meth
     assert not await worker.alive()
 
 
-async def test_cancelling_reaches_an_asynchronous_method(backend: Backend, tmp_path: Path) -> None:
+async def test_cancelling_reaches_an_asynchronous_method(sharing: Backend, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    worker = await spawn(backend, log=str(log))
+    worker = await spawn(sharing, log=str(log))
     call = asyncio.create_task(worker.call("wait", 60))
     await until(log, ["began"])
     call.cancel()
@@ -101,9 +118,9 @@ async def test_cancelling_reaches_an_asynchronous_method(backend: Backend, tmp_p
     assert await worker.call("add", 1) == 1
 
 
-async def test_a_blocking_method_keeps_its_place_until_it_has_returned(backend: Backend, tmp_path: Path) -> None:
+async def test_a_blocking_method_keeps_its_place_until_it_has_returned(sharing: Backend, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    worker = await spawn(backend, log=str(log))
+    worker = await spawn(sharing, log=str(log))
     call, dropped = (asyncio.create_task(worker.call("sleep", 0.3)) for _ in range(2))
     await until(log, ["began"])
     for task in (call, dropped):
@@ -134,9 +151,9 @@ async def test_whoever_waits_for_a_worker_that_is_ended_is_told(backend: Backend
     await worker.kill()
 
 
-async def test_a_worker_is_closed_when_it_is_ended(backend: Backend, tmp_path: Path) -> None:
-    await spawn(backend, log=str(tmp_path / "log"))
-    await backend.close()
+async def test_a_worker_is_closed_when_it_is_ended(sharing: Backend, tmp_path: Path) -> None:
+    await spawn(sharing, log=str(tmp_path / "log"))
+    await sharing.close()
     assert (tmp_path / "log").read_text() == "closed\n"
 
 

@@ -195,9 +195,12 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 HELPS = {
     "train": "mrl train quickstart",
+    "plan": "mrl plan recipe.yaml --backend modal",
     "eval": "mrl eval my-run",
     "sample": "mrl sample starter",
     "runs": "mrl runs compare",
+    "logs": "mrl logs my-run",
+    "report": "one self-contained HTML file",
     "checkpoints": "mrl checkpoints RUN verify",
     "replay": "mrl replay RUN",
     "sandbox": "mrl sandbox run --help",

@@ -1,16 +1,11 @@
 """With the real `modal` client and its real exec, against a local emulator of Modal's control plane.
 
-Needs the package and MRL_MODAL_EMULATOR, a script that serves the emulator (`--state FOLDER --port-file FILE`).
+Needs the package, and an account: tests/modal_account.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,39 +13,6 @@ from mrl.errors import SandboxError
 from mrl.sandbox import IOTest, Limits, Program, make_factory
 
 LIMITS = Limits(wall_seconds=5, cpu_seconds=5)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    script = os.environ.get("MRL_MODAL_EMULATOR")
-    if script is None:
-        pytest.skip("MRL_MODAL_EMULATOR is not set")
-    folder = tmp_path_factory.mktemp("modal")
-    ports = folder / "ports.json"
-    (folder / "state").mkdir()
-    log = (folder / "log").open("wb")
-    options = [] if os.geteuid() == 0 else ["--no-isolate"]
-    command = [sys.executable, script, "--state", str(folder / "state"), "--port-file", str(ports), *options]
-    process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 30
-        while not (ports.exists() and ports.read_text()):
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield json.loads(ports.read_text())["url"]
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
-        log.close()
-
-
-@pytest.fixture
-def modal_account(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MODAL_SERVER_URL", server)
-    monkeypatch.setenv("MODAL_TOKEN_ID", "ak-local")
-    monkeypatch.setenv("MODAL_TOKEN_SECRET", "as-local")
-    monkeypatch.setenv("MODAL_CONFIG_PATH", "/nonexistent.toml")
 
 
 @pytest.mark.modal

@@ -150,6 +150,7 @@ OTHER: dict[str, Any] = {
     "delta_full_every": (5, {"weight_sync_method": "delta"}),
     "sync_timeout": (9.0, {}),
     "max_worker_restarts": (3, {}),
+    "max_cost": (5.0, {}),
     "vllm_python": ("/env/bin/python", {}),
     "tensor_parallel_size": (2, {}),
     "vllm_devices": ([1], {}),

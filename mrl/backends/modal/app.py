@@ -17,6 +17,7 @@ from mrl.backends.modal.host import CONTROL_INPUTS, Host
 from mrl.backends.modal.images import rollout_image, training_image
 from mrl.backends.modal.settings import LONGEST, Settings
 from mrl.backends.modal.storage import STORAGE, Mounted
+from mrl.backends.served import that_travels
 from mrl.system import shared_disk
 
 settings = Settings.from_environment()
@@ -112,10 +113,34 @@ class EnvironmentWorker(Worker):
     ranks: int = modal.parameter(default=1)
 
 
-@app.function(image=_training, **_common)
-async def loop(work: bytes) -> bytes:
-    """A run's loop: what is sent is called, and what it returns is sent back, pickled. When the container dies, Modal
-    calls it again in another one."""
-    shared_disk.register(Mounted(volume))
-    result: Any = await asyncio.to_thread(cloudpickle.loads(work))
-    return cloudpickle.dumps(result)
+@app.cls(image=_training, **_one, retries=modal.Retries(max_retries=10, initial_delay=1.0))
+@modal.concurrent(max_inputs=CONTROL_INPUTS)
+class Loop:
+    """A whole run's loop. When its container dies, or has been there for as long as Modal allows, Modal makes the same
+    call in another one, and the run goes on from its checkpoint."""
+
+    run: str = modal.parameter(default="")
+
+    @modal.enter()
+    def begin(self) -> None:
+        shared_disk.register(Mounted(volume))
+        self.work: Any = None
+        self.asked: int | None = None
+
+    @modal.method()
+    async def train(self, content: bytes) -> bytes:
+        """content: a pickled object with `run()` and `stop(signal)`. Returns what came of it, pickled like an Answer:
+        an exception would be tried again."""
+        try:
+            self.work = cloudpickle.loads(content)
+            if self.asked is not None:
+                self.work.stop(self.asked)
+            return cloudpickle.dumps(("returned", await asyncio.to_thread(self.work.run)))
+        except BaseException as error:
+            return cloudpickle.dumps(("raised", that_travels(error)))
+
+    @modal.method()
+    async def stop(self, number: int) -> None:
+        self.asked = number
+        if self.work is not None:
+            self.work.stop(number)

@@ -6,19 +6,24 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mrl.backends.base import Resources, WorkerHandle
 from mrl.backends.inline import InlineBackend
+from mrl.backends.meter import Meter
 from mrl.backends.modal.connection import connect, disconnect
 from mrl.backends.modal.gpus import modal_gpu
 from mrl.backends.modal.link import Container, ModalLink
+from mrl.backends.modal.prices import load_prices
 from mrl.backends.modal.settings import LONGEST, Settings, require_modal
 from mrl.backends.modal.storage import Storage, folder_of, storage_of
 from mrl.backends.remote import RemoteHandle
+from mrl.errors import ConfigError
 from mrl.system.gather import all_of
 
+LOOPS = ("auto", "here", "modal")
 SCORES = "reward-"
 """How the names of workers begin that score."""
 DEFAULT_GPU = {"actor": "A100", "rollout": "A10"}
@@ -26,14 +31,21 @@ DEFAULT_GPU = {"actor": "A100", "rollout": "A10"}
 
 
 class ModalBackend:
-    """app, volume: their names at Modal; a volume that is named has to be there, the default one is made.
+    """What is not given of the first five is as the environment variable MRL_MODAL has it, a JSON object.
+
+    app, volume: their names at Modal; a volume that is named has to be there, the default one is made.
     secrets: names of secrets that containers get, e.g. of a Hugging Face token.
     packages: that containers need besides mrl's own, as pip names them.
     concurrent_inputs: calls that a container takes at a time.
     scaledown_window: seconds that Modal keeps a container after its run's loop has vanished.
     region, cloud: Modal's, for all containers.
+    env: environment variables of all containers; what is secret belongs into a secret.
     memory_mb: of containers with a GPU; None = Modal's default.
-    output: show what containers print.
+    loop: where the run's loop is. `auto` = at Modal, with the rewards, where `reward_funcs` is not given or is
+    `sandbox`, else in this process, which may be the only place that has what a reward function needs.
+    detach: the app outlives this process; with the loop at Modal, the run goes on.
+    prices: a file with prices, instead of ~/.config/mrl/prices.yaml (docs/cost.md).
+    output: show what containers print; None = where the loop is at Modal.
     """
 
     shares_memory = shares_disk = False
@@ -43,31 +55,44 @@ class ModalBackend:
     def __init__(
         self,
         call_timeout: float,
-        app: str = Settings.app,
+        app: str | None = None,
         volume: str | None = None,
-        secrets: Sequence[str] = (),
-        packages: Sequence[str] = (),
-        concurrent_inputs: int = Settings.concurrent_inputs,
+        secrets: Sequence[str] | None = None,
+        packages: Sequence[str] | None = None,
+        concurrent_inputs: int | None = None,
         scaledown_window: int = 300,
         region: str | None = None,
         cloud: str | None = None,
+        env: Mapping[str, str] | None = None,
         memory_mb: int | None = None,
-        output: bool = False,
+        loop: str = "auto",
+        detach: bool = False,
+        output: bool | None = None,
+        prices: str | None = None,
     ) -> None:
         self.call_timeout = call_timeout
-        self.settings = Settings.of(
-            {
-                "app": app,
-                "volume": Settings.volume if volume is None else volume,
-                "secrets": secrets,
-                "packages": packages,
-                "concurrent_inputs": concurrent_inputs,
-            }
-        )
-        self.made = ["volume"] if volume is None else []
-        self.output, self.memory_mb = output, memory_mb
-        self.placement = {name: value for name, value in (("region", region), ("cloud", cloud)) if value is not None}
+        options = {
+            "app": app,
+            "volume": volume,
+            "secrets": secrets,
+            "packages": packages,
+            "concurrent_inputs": concurrent_inputs,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        self.settings = Settings.of(asdict(Settings.from_environment()) | given)
+        self.made = ["volume"] if self.settings.volume == Settings.volume else []
+        if loop not in LOOPS:
+            raise ConfigError(f"backend_options: loop is {loop!r}; give {', '.join(LOOPS)}")
+        self.loop, self.detach, self.output, self.memory_mb = loop, detach, bool(output), memory_mb
+        self.placement: dict[str, Any] = {
+            name: value for name, value in (("region", region), ("cloud", cloud)) if value is not None
+        }
+        if env is not None and not (isinstance(env, Mapping) and all(isinstance(v, str) for v in env.values())):
+            raise ConfigError(f"backend_options: env is {env!r}; give names and texts, e.g. {{HF_HUB_OFFLINE: '1'}}")
+        if env:
+            self.placement["env"] = dict(env)
         self.scaledown_window = scaledown_window
+        self.prices, self.meter = load_prices(prices), Meter()
         self.module: Any = None
         self.connecting = asyncio.Lock()
         self.storage: Storage | None = None
@@ -89,6 +114,19 @@ class ModalBackend:
         for needs in resources:
             gpu_option(needs, "actor")
 
+    def price(self, name: str, resources: Resources) -> float:
+        """By list prices. Of ranks that share a container, each one's part. Memory counts where some is asked for.
+        Workers that score are where the loop is, and cost nothing of their own."""
+        if name.startswith(SCORES):
+            return 0.0
+        ranks = int(resources.env.get("WORLD_SIZE", "1"))
+        gpu = gpu_option(resources, name.partition("-")[0])
+        memory = resources.memory_mb or (self.memory_mb if gpu is not None else None)
+        return self.prices.per_hour(gpu, resources.cpus * ranks, memory) / ranks
+
+    def spent(self) -> float:
+        return self.meter.dollars()
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """Modal has no reservations. Raises ConfigError for what is missing there, and then starts the app."""
         await self._connect()
@@ -97,6 +135,7 @@ class ModalBackend:
         if name.startswith(SCORES):
             return await self.here.spawn(worker, name=name, resources=resources, args=args)
         await self._connect()
+        self.meter.start(name, self.price(name, resources))
         link = ModalLink(name, self._container(name, resources, vllm=args.get("engine") == "vllm"))
         handle = RemoteHandle(name, link, self.call_timeout)
         self.handles.append(handle)
@@ -131,6 +170,7 @@ class ModalBackend:
     async def close(self) -> None:
         handles, self.handles = self.handles, []
         await all_of([self.here.close(), *(handle.kill() for handle in handles)])
+        self.meter.stop()
         if self.storage is not None:
             await all_of([self.storage.remove(folder) for folder in sorted(self.passing)])
             self.storage = None
@@ -141,7 +181,7 @@ class ModalBackend:
     async def _connect(self) -> None:
         async with self.connecting:
             if self.storage is None:
-                self.module = await connect(self, self.settings, made=self.made, output=self.output)
+                self.module = await connect(self, self.settings, made=self.made, detach=self.detach, output=self.output)
                 self.storage = storage_of(self.module.volume)
 
     def _container(self, name: str, resources: Resources, *, vllm: bool) -> Container:
@@ -158,7 +198,7 @@ class ModalBackend:
             "timeout": min(LONGEST, int(self.call_timeout) + 60),
             "scaledown_window": self.scaledown_window,
         }
-        env = {name: value for name, value in resources.env.items() if ranks == 1}
+        env = {**self.placement.get("env", {}), **(resources.env if ranks == 1 else {})}
         gpu = gpu_option(resources, role)
         memory = resources.memory_mb or (self.memory_mb if gpu is not None else None)
         options |= {name: value for name, value in (("gpu", gpu), ("memory", memory), ("env", env)) if value}

@@ -36,14 +36,21 @@ def load_app(settings: Settings) -> Any:
             "(`modal run` reads them as it starts), or leave them out"
         )
     _Connection.spent = False
+    before = os.environ.get(VARIABLE)
     os.environ.update(settings.environ())
-    return importlib.import_module(_MODULE) if module is None else importlib.reload(module)
+    try:
+        return importlib.import_module(_MODULE) if module is None else importlib.reload(module)
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
-async def connect(backend: object, settings: Settings, *, made: Sequence[str], output: bool) -> Any:
+async def connect(backend: object, settings: Settings, *, made: Sequence[str], detach: bool, output: bool) -> Any:
     """Run the app unless it runs: as in `modal run`, or in a container. Returns its module.
 
-    made: names of settings whose object at Modal is made when it is missing. output: show what containers print.
+    made: names of settings whose object at Modal is made when it is missing.
+    detach: it outlives this process. output: show what containers print.
     Raises ConfigError, before anything is started, for what is missing at Modal.
     """
     import modal
@@ -61,7 +68,7 @@ async def connect(backend: object, settings: Settings, *, made: Sequence[str], o
             await _check(settings, made)
             if output:
                 stack.enter_context(modal.enable_output())
-            await stack.enter_async_context(module.app.run())
+            await stack.enter_async_context(module.app.run(detach=detach))
         except modal.exception.AuthError as error:
             raise ConfigError(f"backend: Modal does not know who you are: {error}; run `modal setup`") from error
         except modal.exception.Error as error:

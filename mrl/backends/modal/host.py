@@ -20,7 +20,7 @@ import cloudpickle
 
 from mrl.backends.remote import Gone
 from mrl.backends.served import START, Answer, Served
-from mrl.backends.sockets import SocketLink, serve
+from mrl.backends.sockets import SocketLink
 from mrl.system import shared_disk
 from mrl.system.threads import in_thread
 
@@ -149,7 +149,7 @@ async def start_process(name: str, ranks: int) -> SocketLink:
     number = name.rpartition("-")[2]
     env = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(ranks)}
     env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    command = [sys.executable, "-m", "mrl.backends.modal.host", name, str(there.fileno())]
+    command = [sys.executable, "-m", "mrl.backends.modal.rank", name, str(there.fileno())]
     subprocess.Popen(command, env=os.environ | env, pass_fds=[there.fileno()])
     there.close()
     here.setblocking(False)
@@ -172,14 +172,3 @@ def bring_files(files: Mapping[str, str]) -> None:
         except OSError:
             if not os.path.exists(path):
                 raise
-
-
-def _be_rank(name: str, descriptor: int) -> None:
-    connection = socket.socket(fileno=descriptor)
-    connection.setblocking(False)
-    asyncio.run(serve(connection, name))
-    os._exit(0)  # what still runs on threads is of no use to anybody
-
-
-if __name__ == "__main__":
-    _be_rank(sys.argv[1], int(sys.argv[2]))

@@ -56,6 +56,6 @@ def _image(pinned: dict[str, str], settings: Settings) -> modal.Image:
     return (
         modal.Image.debian_slim(python_version=f"{sys.version_info.major}.{sys.version_info.minor}")
         .uv_pip_install(*(f"{name}=={version}" for name, version in pinned.items()), *others, *settings.packages)
-        .env({"HF_HOME": f"{STORAGE}/{HUB}", **settings.environ()})
+        .env({"HF_HOME": f"{STORAGE}/{HUB}", "HF_DATASETS_CACHE": "/tmp/hf_datasets", **settings.environ()})
         .add_local_python_source("mrl")
     )

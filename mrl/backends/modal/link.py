@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
@@ -20,7 +21,9 @@ T = TypeVar("T")
 
 HOLD_SECONDS = 60.0
 """How long a container is kept at a time. When nobody asks for more, Modal ends it `scaledown_window` later."""
-_ENDING_SECONDS = 10.0
+UNREACHABLE_SECONDS = 120.0
+"""How long Modal may not answer, as on a laptop that changes its network, before its containers count as lost."""
+_ENDING_SECONDS, _RETRY_SECONDS = 10.0, 1.0
 
 
 class Container:
@@ -91,14 +94,14 @@ class Container:
         self.sent = True
         # Sent even when this task is cancelled: every place has to arrive.
         call = await asyncio.shield(asyncio.ensure_future(method.spawn.aio(next(self.places), *args)))
-        return await call.get.aio()
+        return await patiently(call)
 
     async def _hold(self) -> None:
         """Keep it, and notice when it is gone."""
         while self.gone is None:
             try:
                 self.held = await self.instance.hold.spawn.aio(HOLD_SECONDS)
-                if not await self.held.get.aio():
+                if not await patiently(self.held):
                     self.lose("its container is gone (preempted, recycled, or killed)")
             except Exception as error:
                 self.lose(_why(error))
@@ -158,6 +161,20 @@ class ModalLink:
     async def alive(self) -> bool:
         """Whether its container was there when Modal was last heard of."""
         return self.container.gone is None
+
+
+async def patiently(call: Any) -> Any:
+    """What a call of Modal's returns. Asked again for a while when Modal cannot be reached: the call goes on there."""
+    import modal
+
+    end = time.monotonic() + UNREACHABLE_SECONDS
+    while True:
+        try:
+            return await call.get.aio()
+        except (modal.exception.ConnectionError, ConnectionError):
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(_RETRY_SECONDS)
 
 
 def _why(error: Exception) -> str:

@@ -53,7 +53,8 @@ class Settings:
                     f"{where}: there is no {name!r} among the app's settings; there are {', '.join(known)}"
                 )
             _check(where, name, value)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+        given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in options.items()}
+        return cls(**given)
 
     def environ(self) -> dict[str, str]:
         """The environment variables with which a process has these settings."""

@@ -6,14 +6,15 @@ of models, which all runs share and no run writes its weights to.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mrl.store.checkpoints import MANIFEST
 from mrl.system import shared_disk
@@ -49,26 +50,8 @@ class Mounted:
         except RuntimeError as error:
             if "open files" not in str(error):
                 raise OSError(str(error)) from error
-            return self._download(source, target)
+            return download(self.volume, str(source), target)
         return shared_disk.copy(source, target)
-
-    def _download(self, source: Path, target: Path) -> bool:
-        import modal
-
-        inside = str(source.relative_to(STORAGE))
-        with _as_os_error():
-            try:
-                entries = self.volume.listdir(inside, recursive=True)
-            except (modal.exception.NotFoundError, FileNotFoundError):
-                return False
-            files = [entry.path for entry in entries if entry.type == modal.volume.FileEntryType.FILE]
-            for path in files:
-                relative = os.path.relpath(path.lstrip("/"), inside)
-                to = target if relative == "." else target / relative
-                to.parent.mkdir(parents=True, exist_ok=True)
-                with to.open("wb") as file:
-                    self.volume.read_file_into_fileobj(path, file)
-        return bool(files)
 
 
 class Storage:
@@ -78,16 +61,24 @@ class Storage:
         self.volume = volume
         self.files: dict[str, str] = {}
         """Where on the Volume what was put lies, by the path that workers know it under."""
+        self.sending: dict[Path, asyncio.Task[str]] = {}
+        """Once for each file or folder, however many workers need it."""
 
     async def put(self, path: Path) -> str:
         """Send a file or folder, unless it is there. Returns the path of workers' copies. Raises OSError."""
         path = path.absolute()
+        sending = self.sending.get(path)
+        if sending is None or (sending.done() and (sending.cancelled() or sending.exception() is not None)):
+            sending = self.sending[path] = asyncio.create_task(self._put(path))
+        return await asyncio.shield(sending)
+
+    async def _put(self, path: Path) -> str:
         source = await self._checkpoint(path)
         if source is None:
             digest = await in_thread(digest_of, path)
             source = f"{STORAGE}/{DATA}/{digest}/{path.name}"
             if not await self.has(source):
-                await in_thread(self._upload, path, source)
+                await in_thread(self.upload, path, source)
         there = f"{COPIES}/{hashlib.sha256(source.encode()).hexdigest()[:16]}/{path.name}"
         self.files[there] = source
         return there
@@ -104,17 +95,11 @@ class Storage:
         return any(PurePosixPath(entry.path).name == name for entry in entries)
 
     async def fetch(self, there: str, here: Path) -> None:
-        """Bring a run's checkpoint here, whole or not at all; there it is the only one afterwards. Raises OSError."""
-        partial = here.with_name(f"{here.name}.partial")
-        await in_thread(shutil.rmtree, partial, True)
-        try:
-            await in_thread(self.download, there, partial)
-            partial.rename(here)
-        finally:
-            await in_thread(shutil.rmtree, partial, True)
+        """Bring a run's checkpoint here, whole or not at all; earlier ones are removed there. Raises OSError."""
+        await in_thread(self.download_to, there, here)
         folder, newest = os.path.split(there)
         for entry in await self.volume.listdir.aio(_inside(folder)):
-            if PurePosixPath(entry.path).name != newest:
+            if (step := _step(entry.path)) is not None and step < (_step(newest) or 0):
                 await self.remove(f"{STORAGE}/{entry.path}")
 
     async def remove(self, there: str) -> None:
@@ -124,20 +109,25 @@ class Storage:
         with contextlib.suppress(modal.exception.Error, FileNotFoundError):
             await self.volume.remove_file.aio(_inside(there), recursive=True)
 
-    def download(self, there: str, folder: Path) -> None:
-        """Copy a folder's content into a new folder here. Raises OSError."""
+    def listing(self, there: str) -> list[str]:
+        """What a folder holds, as paths on the Volume; nothing where it is not there. Raises OSError."""
         import modal
 
-        folder.mkdir(parents=True)
         with _as_os_error():
-            for entry in self.volume.listdir(_inside(there), recursive=True):
-                target = folder / os.path.relpath(entry.path.lstrip("/"), _inside(there))
-                if entry.type == modal.volume.FileEntryType.DIRECTORY:
-                    target.mkdir(parents=True, exist_ok=True)
-                    continue
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("wb") as file:
-                    self.volume.read_file_into_fileobj(entry.path, file)
+            try:
+                return [entry.path for entry in self.volume.listdir(_inside(there))]
+            except (modal.exception.NotFoundError, FileNotFoundError):
+                return []
+
+    def download_to(self, there: str, here: Path) -> None:
+        """Copy a file or folder here, whole or not at all, over a file that is here. Raises OSError."""
+        partial = here.with_name(f"{here.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
+        here.parent.mkdir(parents=True, exist_ok=True)
+        if not download(self.volume, there, partial):
+            raise FileNotFoundError(f"{there} is not there")
+        partial.replace(here)
 
     async def _checkpoint(self, path: Path) -> str | None:
         """Where the same checkpoint is on the Volume, if this is one that was written there."""
@@ -150,7 +140,7 @@ class Storage:
         found = b"".join([part async for part in self.volume.read_file.aio(_inside(f"{there}/{MANIFEST}"))])
         return there if found == manifest.read_bytes() else None
 
-    def _upload(self, path: Path, source: str) -> None:
+    def upload(self, path: Path, source: str) -> None:
         with _as_os_error(), self.volume.batch_upload(force=True) as batch:
             if path.is_dir():
                 batch.put_directory(str(path), "/" + _inside(source))
@@ -161,12 +151,21 @@ class Storage:
 class StorageThere(Storage):
     """The same where the loop is in a container itself: a run's folder there has its checkpoints on the Volume."""
 
+    after_fetch: ClassVar[list[Callable[[], None]]] = []
+    """What is done once a checkpoint is there."""
+
     async def fetch(self, there: str, here: Path) -> None:
         """See the checkpoint that was written. Raises OSError."""
-        with _as_os_error():
+        try:
             await self.volume.reload.aio()
+        except RuntimeError as error:
+            if "open files" not in str(error):
+                raise OSError(str(error)) from error
+            await in_thread(self.download_to, there, here)
         if not here.exists():
             raise FileNotFoundError(f"{there} is not there")
+        for work in self.after_fetch:
+            await in_thread(work)
 
 
 def storage_of(volume: Any) -> Storage:
@@ -187,6 +186,27 @@ def folder_of(run_dir: Path) -> str:
     return f"{STORAGE}/{CHECKPOINTS}/{path.name}-{whose}"
 
 
+def download(volume: Any, there: str, target: Path) -> bool:
+    """Read a file or folder through Modal's interface. False = it is not there. Raises OSError."""
+    import modal
+    from modal.types import FileEntryType
+
+    inside = _inside(there)
+    with _as_os_error():
+        try:
+            entries = volume.listdir(inside, recursive=True)
+        except (modal.exception.NotFoundError, FileNotFoundError):
+            return False
+        files = [entry.path for entry in entries if entry.type == FileEntryType.FILE]
+        for path in files:
+            relative = os.path.relpath(path.lstrip("/"), inside)
+            to = target if relative == "." else target / relative
+            to.parent.mkdir(parents=True, exist_ok=True)
+            with to.open("wb") as file:
+                volume.read_file_into_fileobj(path, file)
+    return bool(files)
+
+
 def digest_of(path: Path) -> str:
     """Of a file's or folder's content."""
     whole = hashlib.sha256()
@@ -196,6 +216,12 @@ def digest_of(path: Path) -> str:
             with file.open("rb") as opened:
                 whole.update(hashlib.file_digest(opened, "sha256").digest())
     return whole.hexdigest()[:24]
+
+
+def _step(path: str) -> int | None:
+    """Of a checkpoint's folder."""
+    number = PurePosixPath(path).name.removeprefix("step-")
+    return int(number) if number.isdigit() else None
 
 
 def _inside(path: str) -> str:

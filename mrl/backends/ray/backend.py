@@ -74,6 +74,12 @@ class RayBackend:
         """What the cluster has is asked when it is there (`reserve`). Raises ConfigError, also without ray."""
         cluster.check_options(address, runtime_env, placement_timeout, shared_disk, autoscaling)
 
+    def price(self, name: str, resources: Resources) -> None:
+        """What the cluster costs is not known here."""
+
+    def spent(self) -> None:
+        """Nothing that is known here."""
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """One placement group, the workers as close together as they fit. Raises ConfigError."""
         from ray.util import placement_group

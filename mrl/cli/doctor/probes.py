@@ -32,6 +32,7 @@ PROBES: Registry[Probe] = Registry(
         "engine:vllm": "mrl.cli.doctor.probes:probe_vllm",
         "engine:vllm-remote": "mrl.cli.doctor.probes:probe_remote",
         "backend": "mrl.cli.doctor.probes:probe_backend",
+        "backend:modal": "mrl.cli.doctor.probes:probe_modal_backend",
         "sandbox": "mrl.cli.doctor.probes:probe_sandbox",
         "sandbox:modal": "mrl.cli.doctor.probes:probe_modal_sandbox",
     },
@@ -167,16 +168,27 @@ async def probe_sandbox(member: Any) -> str:
     return "judged a right, a wrong, a leaving and an endless program correctly"
 
 
+async def probe_modal_backend(member: Any) -> str:
+    """Whether the package and an account are there; a container would cost money."""
+    member.check([])
+    _modal_account()
+    return "the package and an account are there; no container was started"
+
+
 async def probe_modal_sandbox(member: Any) -> str:
     """Whether the package and an account are there; a Sandbox would cost money."""
-    from mrl.errors import SandboxError
-
     await member().close()
+    _modal_account()
+    return "the package and an account are there; no Sandbox was started"
+
+
+def _modal_account() -> None:
     import modal.config
 
+    from mrl.errors import ConfigError
+
     if modal.config.config.get("token_id") is None:
-        raise SandboxError("no Modal account is set up here: run `modal setup`")
-    return "the package and an account are there; no Sandbox was started"
+        raise ConfigError("no Modal account is set up here: run `modal setup`")
 
 
 def _expect(condition: bool, otherwise: str) -> None:

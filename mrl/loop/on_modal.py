@@ -1,0 +1,313 @@
+"""A run whose loop is at Modal too: this process sends it off, waits, and brings its record here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from mrl.backends.modal.backend import ModalBackend
+from mrl.backends.modal.host import bring_files
+from mrl.backends.modal.link import patiently
+from mrl.backends.modal.prices import own_prices
+from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere
+from mrl.config import OrchestratorConfig, flat_fields
+from mrl.errors import ConfigError, TrainingError
+from mrl.loop.cost import check_cost
+from mrl.loop.recorded_run import RecordedRun, RunResult
+from mrl.loop.resources import check_resources, needs, settle_sync
+from mrl.loop.spawning import backend_of
+from mrl.rewards.functions import split_file
+from mrl.store.find import runs_root
+from mrl.store.run import CONFIG
+from mrl.store.schema import DATABASE
+from mrl.system import shared_disk
+from mrl.system.interrupts import end_process
+from mrl.system.threads import in_thread
+
+MakeRun = Callable[[OrchestratorConfig, Path, bool], RecordedRun]
+"""Makes a run: of a configuration, in a folder, new or to be resumed."""
+
+PATHS = ("model", "dataset_name", "eval_dataset", "rollout_func", "rollout_options", "tools", "environment_factory")
+"""Options that may name files of this machine."""
+REWARDS_THERE = (None, "sandbox", ["sandbox"])
+"""Values of `reward_funcs` with which the loop is at Modal, unless it is said where."""
+MIRROR_SECONDS = 10.0
+RUNS = "/root/mrl-runs"
+_WRITTEN_THERE = ("checkpoints", "weights")
+_NOT_KEPT = ("run.lock", f"{DATABASE}-wal", f"{DATABASE}-shm")
+
+
+def is_there(config: OrchestratorConfig) -> bool:
+    """Whether the run's loop is at Modal (backend option `loop`)."""
+    if config.runtime.backend != "modal":
+        return False
+    backend = backend_of(config)
+    assert isinstance(backend, ModalBackend)
+    return backend.loop == "modal" or (backend.loop == "auto" and config.reward.reward_funcs in REWARDS_THERE)
+
+
+class RunOnModal:
+    """See RecordedRun, whose caller calls this one the same way.
+
+    make_run: makes the run there; a function of a module, or one that can be pickled.
+    """
+
+    def __init__(self, config: OrchestratorConfig, run_dir: Path, *, resume: bool, make_run: MakeRun) -> None:
+        self.config, self.run_dir, self.resume, self.make_run = config, run_dir, resume, make_run
+        self.wording: Callable[[str], str] = str
+        self.signal: int | None = None
+        self._there: Any = None
+        self._names: dict[str, str] = {}
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def run(self) -> RunResult:
+        """Send the run off, wait for its end, and have its record here. Raises what it raised there."""
+        import modal
+
+        self._event_loop = asyncio.get_running_loop()
+        settle_sync(self.config)
+        check_cost(self.config, self.run_dir, resume=self.resume)
+        check_resources(self.config, *needs(self.config).values())
+        if not self.resume and (self.run_dir / CONFIG).exists():
+            raise ConfigError(f"run_dir: {self.run_dir} holds a run already; choose another, or resume that one")
+        backend = backend_of(self.config)
+        assert isinstance(backend, ModalBackend)
+        backend.output = self.config.runtime.backend_options.get("output") is not False
+        await backend.reserve({})
+        assert backend.storage is not None
+        name, folder = self.run_dir.name, f"{STORAGE}/{CHECKPOINTS}/{self.run_dir.name}"
+        try:
+            is_kept = await backend.storage.has(f"{folder}/{CONFIG}")
+            if is_kept and not self.resume and self.config.run.resume != "auto":
+                raise ConfigError(
+                    f"run_name: the Volume {backend.settings.volume} holds a run {name!r} already; choose another "
+                    "name, or go on with that one: resume: auto"
+                )
+            if self.resume and not is_kept:
+                await in_thread(backend.storage.upload, self.run_dir, folder)
+            config = await self._as_there(backend)
+            work = RunThere(config, name, self.make_run, dict(backend.storage.files), self._names)
+            self._there = backend.module.Loop.with_options(**backend.placement)(run=name)
+            call = await self._there.train.spawn.aio(cloudpickle.dumps(work))
+            if self.signal is not None:  # before there was anybody to tell
+                self._stop()
+            try:
+                kind, value = cloudpickle.loads(await patiently(call))
+            except modal.exception.Error as error:
+                raise TrainingError(
+                    f"the run's loop at Modal is lost ({error}); what it has done is on the Volume, under "
+                    f"{CHECKPOINTS}/{name}: go on with resume: auto"
+                ) from error
+            finally:
+                with contextlib.suppress(OSError):  # the error that ended the run says more
+                    await in_thread(_bring_record, backend.storage, folder, self.run_dir)
+        finally:
+            await backend.close()
+        if kind == "raised":
+            raise value
+        result: RunResult = value
+        here = None if result.checkpoint is None else self.run_dir / "checkpoints" / result.checkpoint.name
+        return replace(result, run_dir=self.run_dir, checkpoint=here, signal=self.signal)
+
+    def request_stop(self, number: int) -> None:
+        """See RecordedRun."""
+        self.signal = number
+        if self._event_loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._event_loop.call_soon_threadsafe(self._stop)
+
+    def end_at_once(self, number: int) -> NoReturn:
+        """See RecordedRun."""
+        end_process(
+            number, f"stopped at once. The run's record is on Modal's Volume, under {CHECKPOINTS}/{self.run_dir.name}"
+        )
+
+    def _stop(self) -> None:
+        if self._there is not None and self._stopping is None:
+            self._stopping = asyncio.create_task(self._there.stop.remote.aio(self.signal))
+
+    async def _as_there(self, backend: ModalBackend) -> OrchestratorConfig:
+        """The configuration with the files it names sent to the Volume."""
+        config = self.config.model_copy(deep=True)
+        for name in PATHS:
+            section = getattr(config, flat_fields()[name][0])
+            value = await self._sent(backend, getattr(section, name), folders=name in PATHS[:3])
+            setattr(section, name, value)
+        if config.reward.sandbox == "auto":
+            config.reward.sandbox = "modal"  # programs run in Modal's Sandboxes, beside the loop
+        options = config.runtime.backend_options | {"loop": "here"}
+        if (prices := own_prices(options.get("prices"))) is not None:
+            options["prices"] = await backend.put(prices)
+        config.runtime.backend_options = options
+        return config
+
+    async def _sent(self, backend: ModalBackend, value: Any, *, folders: bool) -> Any:
+        """An option's value as it is there: local files in it are sent."""
+        if isinstance(value, (list, tuple)):
+            return [await self._sent(backend, one, folders=folders) for one in value]
+        if isinstance(value, dict):
+            return {name: await self._sent(backend, one, folders=folders) for name, one in value.items()}
+        if not isinstance(value, str):
+            return value
+        where, function = split_file(value) or (Path(value).expanduser(), None)
+        if not (where.is_file() or (folders and function is None and where.is_dir())):
+            return value
+        there = await backend.put(where)
+        self._names[there] = value if function is None else value.rpartition(":")[0]
+        return there if function is None else f"{there}:{function}"
+
+
+@dataclass
+class RunThere:
+    """What runs in the loop's container. files: as Call's."""
+
+    config: OrchestratorConfig
+    name: str
+    make_run: MakeRun
+    files: dict[str, str]
+    names: dict[str, str]
+    """What these files are called in the configuration that the user gave, by their path there."""
+    made: RecordedRun | None = None
+    asked: int | None = None
+    """The signal that asked it to end."""
+
+    def run(self) -> RunResult:
+        """Run, from the beginning or from what the Volume has of this run. What a container leaves, the next one
+        finds."""
+        os.environ["MRL_RUNS"] = RUNS
+        bring_files(self.files)
+        folder, kept = runs_root() / self.name, STORAGE / CHECKPOINTS / self.name
+        mirror = Mirror(folder, kept, self.names)
+        mirror.restore()
+        self.made = self.make_run(self.config, folder, (folder / CONFIG).exists())
+        if self.asked is not None:
+            self.made.request_stop(self.asked)
+        StorageThere.after_fetch[:] = [mirror.write]
+        with mirror.kept_up():
+            return asyncio.run(self.made.run())
+
+    def stop(self, number: int) -> None:
+        """End in good order."""
+        self.asked = number
+        if self.made is not None:
+            self.made.request_stop(number)
+
+
+class Mirror:
+    """A run's folder in a container, and what of it outlives that: its record is copied to the Volume every few
+    seconds, and before a checkpoint counts; its checkpoints are written there. names: as RunThere's."""
+
+    def __init__(self, folder: Path, kept: Path, names: dict[str, str]) -> None:
+        self.folder, self.kept, self.names = folder, kept, names
+        self.lock = threading.Lock()
+        self.copied: dict[str, float] = {}
+
+    def restore(self) -> None:
+        """Make the folder, with everything that is kept."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        shared_disk.bring(self.kept / DATABASE, self.folder / DATABASE)  # also brings the mount up to date
+        for path in self.kept.iterdir() if self.kept.is_dir() else ():
+            if path.name not in (*_WRITTEN_THERE, *_NOT_KEPT, DATABASE) and not path.name.endswith(".partial"):
+                shared_disk.copy(path, self.folder / path.name)
+        if (config := self.folder / CONFIG).exists():
+            config.write_text(replaced(config.read_text(), {here: there for there, here in self.names.items()}))
+        (self.kept / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (self.folder / "checkpoints").symlink_to(self.kept / "checkpoints")
+        self._forget_unrecorded()
+
+    def write(self) -> None:
+        """Copy what changed. Raises OSError."""
+        with self.lock:
+            for path in sorted(self.folder.rglob("*")):
+                relative = path.relative_to(self.folder)
+                if path.is_dir() or relative.parts[0] in (*_WRITTEN_THERE, *_NOT_KEPT):
+                    continue
+                if path.name == DATABASE:
+                    self._copy_database(path)
+                elif self.copied.get(str(relative)) != (changed := path.stat().st_mtime):
+                    (self.kept / relative).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, self.kept / relative)
+                    if path.name == CONFIG:
+                        (self.kept / relative).write_text(replaced(path.read_text(), self.names))
+                    self.copied[str(relative)] = changed
+            shared_disk.commit(self.kept)
+
+    @contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Write every few seconds, and at the end."""
+        over = threading.Event()
+
+        def work() -> None:
+            while not over.wait(MIRROR_SECONDS):
+                with contextlib.suppress(OSError, sqlite3.Error):  # the next one may do
+                    self.write()
+
+        thread = threading.Thread(target=work, name="mrl-mirror", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self.write()
+
+    def _copy_database(self, path: Path) -> None:
+        """As it is between two transactions."""
+        partial = self.kept / f"{DATABASE}.partial"
+        partial.unlink(missing_ok=True)
+        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(partial)) as target:
+            target.execute("PRAGMA journal_mode=DELETE")
+            source.backup(target)
+        partial.replace(self.kept / DATABASE)
+
+    def _forget_unrecorded(self) -> None:
+        """A checkpoint that was written just before the container died, and of whose steps the record was not kept."""
+        recorded = -1
+        if (self.folder / DATABASE).exists():
+            with closing(sqlite3.connect(self.folder / DATABASE)) as database:
+                (newest,) = database.execute("SELECT MAX(step) FROM steps").fetchone()
+                recorded = -1 if newest is None else newest
+        for path in (self.kept / "checkpoints").glob("step-*"):
+            number = path.name.removeprefix("step-")
+            if number.isdigit() and int(number) > recorded:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def replaced(text: str, names: dict[str, str]) -> str:
+    """A recipe with other names of files in it."""
+    for before, after in names.items():
+        text = text.replace(before, after)
+    return text
+
+
+def _bring_record(storage: Any, folder: str, here: Path) -> None:
+    """Of a run on the Volume the record, and the newest checkpoint. Raises OSError."""
+    names = [PurePosixPath(path).name for path in storage.listing(folder)]
+    if CONFIG not in names:
+        return  # it ended before it began
+    here.mkdir(parents=True, exist_ok=True)
+    for name in _NOT_KEPT:  # of the record that was here before
+        (here / name).unlink(missing_ok=True)
+    for name in names:
+        if name not in (*_WRITTEN_THERE, *_NOT_KEPT) and not name.endswith(".partial"):
+            storage.download_to(f"{folder}/{name}", here / name)
+    steps = [PurePosixPath(path).name for path in storage.listing(f"{folder}/checkpoints")]
+    numbers = sorted(int(step.removeprefix("step-")) for step in steps if step.removeprefix("step-").isdigit())
+    if numbers:
+        newest = f"step-{numbers[-1]}"
+        target = here / "checkpoints" / newest
+        if not target.exists():
+            storage.download_to(f"{folder}/checkpoints/{newest}", target)

@@ -1,0 +1,203 @@
+"""Runs at Modal: they are the runs in one process, whatever dies in them, wherever their loop is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl import MRLTrainer
+from mrl.backends.modal.storage import CHECKPOINTS
+from mrl.backends.remote import RemoteHandle
+from mrl.loop.on_modal import RunOnModal
+from mrl.store.run import read_rows
+from tests import small_runs
+from tests.conftest import build_model
+from tests.rollouts.calling_model import build_calling_model
+from tests.rollouts.openenv.test_openenv_runs import options as guessing
+from tests.small_runs import record_of, same_weights
+
+pytestmark = [pytest.mark.modal, pytest.mark.usefixtures("modal_account")]
+
+ROOT = Path(__file__).parents[2]
+ONE_THREAD = {"env": {"OMP_NUM_THREADS": "1"}}
+"""As this process has it: other numbers of threads add in another order."""
+ON_CPU = {"backend": "modal", "actor_gpu": "cpu", "rollout_gpu": "cpu", "backend_options": ONE_THREAD}
+TASKS = [{"prompt": f"Write f that returns {i}.", "testcases": [f"assert f() == {i}"]} for i in range(6)]
+FOR_CODE: dict[str, Any] = {
+    "device": "cpu",
+    "reward_funcs": "sandbox",
+    "sandbox": "local",
+    "batch_size": 2,
+    "num_generations": 3,
+    "max_completion_length": 6,
+    "save_steps": 1,
+    "num_rollout_workers": 2,
+}
+
+
+class Bomb:
+    """Whoever reads it from a pickle dies."""
+
+    def __reduce__(self) -> Any:
+        return eval, ("__import__('os').kill(__import__('os').getpid(), 9)",)
+
+
+def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loop and the reward here. A rollout worker's container dies while it generates and another one's while
+    it loads weights, then the actor's."""
+    model = str(build_model(tmp_path / "model"))
+    options = {"num_rollout_workers": 2, "max_steps": 3}
+    small_runs.run(model, tmp_path / "one", **options)
+    call, calls, bombs = RemoteHandle.call, list[tuple[str, str]](), []
+    deaths = [("rollout-0", "generate", 1), ("rollout-1", "update_weights", 2), ("actor", "train_step", 3)]
+
+    async def deadly(self: RemoteHandle, method: str, *args: Any, **kwargs: Any) -> Any:
+        calls.append((self.name, method))
+        if (self.name, method, calls.count((self.name, method))) in deaths:
+            bombs.append(asyncio.gather(call(self, "close", Bomb()), return_exceptions=True))
+        return await call(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(RemoteHandle, "call", deadly)
+    result = small_runs.run(model, tmp_path / "there", **ON_CPU, **options)
+    assert len(bombs) == 3
+    assert result.status == "finished"
+    assert record_of(tmp_path / "there", without="sync/") == record_of(tmp_path / "one", without="sync/")
+    assert same_weights(tmp_path / "there", tmp_path / "one")
+    kinds = [row["kind"] for row in read_rows(tmp_path / "there", "events")]
+    assert kinds.count("restart") == 1
+
+
+def test_modal_run_of_the_example(tmp_path: Path, modal_variables: dict[str, str]) -> None:
+    """The command, judged code, two rollout workers, the loop there; then what the Volume holds, and one prompt."""
+    model = build_model(tmp_path / "model")
+
+    def modal(entry: str, *arguments: str) -> str:
+        command = [sys.executable, "-m", "modal", "run", f"{ROOT}/mrl/train.py::{entry}", *arguments]
+        env = {**os.environ, **modal_variables}
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    here = {
+        "model": model,
+        "actor_gpu": "cpu",
+        "rollout_gpu": "cpu",
+        "sandbox": "local",
+        "device": "cpu",
+        "run_name": "r",
+    }
+    small = {"max_steps": 3, "batch_size": 2, "num_generations": 3, "max_completion_length": 6, "save_steps": 1}
+    flags = [text for name, value in (here | small).items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert "finished after 3 steps" in modal("main", f"{ROOT}/examples/modal.yaml", *flags)
+    run = tmp_path / "runs" / "r"
+    assert small_runs.steps_of(run) == [1, 2, 3]
+    assert (run / "checkpoints" / "step-3" / "model.safetensors").exists()
+    assert f"model: {model}" in (run / "config.yaml").read_text()
+    assert all(row["status"] == "ok" for row in read_rows(run, "rollouts"))
+    assert all(row["cost/dollars"] > 0 for row in read_rows(run, "metrics"))
+    assert "r: steps 1, 2, 3" in modal("list_checkpoints_fn")
+    sampled = modal("test_rollout_fn", "--model", str(model), "--gpu", "cpu", "--tokens", "3")
+    assert '"tokens": 3' in sampled
+    assert '"passed"' in modal("test_reward_fn")
+    assert "data: " in modal("clear_cache")
+
+
+def test_the_loop_dies_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another container, after its last checkpoint."""
+    model = str(build_model(tmp_path / "model"))
+    options = {**FOR_CODE, "train_dataset": TASKS, "max_steps": 8, "report_to": []}
+    trainer = MRLTrainer(model=model, run_dir=str(tmp_path / "mortal"), **options, **ON_CPU)
+    results: list[Any] = []
+    runs: list[RunOnModal] = []
+    make = RunOnModal.__init__
+    monkeypatch.setattr(
+        RunOnModal, "__init__", lambda self, *args, **more: (runs.append(self), make(self, *args, **more))[1]
+    )
+    thread = threading.Thread(target=lambda: results.append(trainer.train()))
+    thread.start()
+    import modal
+
+    killed = False
+    while thread.is_alive() and not killed:
+        thread.join(0.5)
+        module = sys.modules.get("mrl.backends.modal.app")
+        if module is None or module.app.app_id is None:
+            continue
+        try:
+            steps = module.volume.listdir(f"{CHECKPOINTS}/mortal/checkpoints")
+        except (FileNotFoundError, modal.exception.NotFoundError):  # it has not begun
+            continue
+        if any(entry.path.endswith("step-1") for entry in steps):
+            call = runs[0]._there.stop.spawn(Bomb())
+            time.sleep(0.3)
+            call.cancel()  # or the next container gets it too
+            killed = True
+    thread.join()
+    assert killed
+    assert (results[0].status, results[0].steps) == ("finished", 8)
+    assert small_runs.steps_of(tmp_path / "mortal") == list(range(1, 9))
+    assert "resume" in [row["kind"] for row in read_rows(tmp_path / "mortal", "events")]
+
+
+def test_simple_mode_and_its_actor_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = str(build_model(tmp_path / "model"))
+    examples = [{"prompt": f"say {i}", "completion": str(i)} for i in range(8)]
+    options = {
+        "model": model,
+        "device": "cpu",
+        "mode": "simple",
+        "algorithm": "sft",
+        "train_dataset": examples,
+        "batch_size": 4,
+        "max_steps": 3,
+        "save_steps": 1,
+        "report_to": [],
+    }
+    here = MRLTrainer(**options, run_dir=str(tmp_path / "here")).train()
+    bombs: list[Any] = []
+    call = RemoteHandle.call
+
+    async def deadly(self: RemoteHandle, method: str, *args: Any, **kwargs: Any) -> Any:
+        written = (tmp_path / "there" / "checkpoints" / "step-1").exists()
+        if written and not bombs:
+            bombs.append(asyncio.gather(call(self, "close", Bomb()), return_exceptions=True))
+        return await call(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(RemoteHandle, "call", deadly)
+    on_cpu = {"backend": "modal", "actor_gpu": "cpu", "backend_options": {**ONE_THREAD, "loop": "here"}}
+    there = MRLTrainer(**options, **on_cpu, run_dir=str(tmp_path / "there")).train()
+    assert bombs
+    assert there.status == "finished"
+    assert there.metrics["train/loss"] == pytest.approx(here.metrics["train/loss"], abs=1e-6)
+    assert same_weights(tmp_path / "there", tmp_path / "here")
+
+
+def test_an_environment_on_a_worker_of_its_own(tmp_path: Path) -> None:
+    """With the loop there too: nothing of the run is here."""
+    guesser = str(build_calling_model(tmp_path / "guesser", ["0", "1", "2", "3"]))
+    made = guessing(max_steps=1)
+    made["rollout_options"] |= {"env_in": "worker", "servers": 2}
+    result = small_runs.run(guesser, tmp_path / "r", **ON_CPU, **made)
+    assert result.status == "finished"
+    rows = list(read_rows(tmp_path / "r", "rollouts"))
+    assert rows
+    assert all(row["status"] == "ok" for row in rows)
+
+
+def test_ranks_in_one_container(tmp_path: Path) -> None:
+    model = str(build_model(tmp_path / "model"))
+    small_runs.run(model, tmp_path / "one", max_steps=2)
+    small_runs.run(model, tmp_path / "two", **{**ON_CPU, "actor_gpu": "cpu:2"}, max_steps=2)
+    one, two = (
+        [row for row in read_rows(tmp_path / name, "metrics") if "train/loss" in row] for name in ("one", "two")
+    )
+    for metric in ("train/loss", "train/grad_norm", "train/tokens", "reward/mean"):
+        assert [row[metric] for row in two] == pytest.approx([row[metric] for row in one], abs=2e-5), metric
