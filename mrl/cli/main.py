@@ -1,4 +1,4 @@
-"""The command line: `mrl train`, `plan`, `eval`, `sample`, `runs`, `logs`, `report`, `checkpoints`, `replay`, `doctor` ….
+"""The command line: `mrl train`, `plan`, `eval`, `sample`, `runs`, `logs`, `report`, `checkpoints`, `replay` ….
 
 Results go to stdout (plain data with --json), progress and messages to stderr. What a user can mend ends with one
 message and exit code 2.

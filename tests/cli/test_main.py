@@ -199,6 +199,8 @@ HELPS = {
     "eval": "mrl eval my-run",
     "sample": "mrl sample starter",
     "runs": "mrl runs compare",
+    "logs": "mrl logs my-run",
+    "report": "one self-contained HTML file",
     "checkpoints": "mrl checkpoints RUN verify",
     "replay": "mrl replay RUN",
     "sandbox": "mrl sandbox run --help",

@@ -74,10 +74,11 @@ def train(model: str, batches: list[TrainBatch], folder: Path, port: int, case: 
     try:
         samples, temperature = batches[0].samples, batches[0].temperature
         refs = [actor.write_weights(str(folder / "first"), 0)]
-        metrics, evidence = [], []
+        metrics, evidence, trained = [], [], []
         for batch in batches:
             metrics.append(actor.train_step(batch))
             evidence.append(actor.mismatch_evidence())
+            trained.append(actor.trained_logprobs())
         refs.append(actor.write_weights(str(folder / "last"), 5))
         refs.append(actor.write_memory(5, dtype="bfloat16"))
         if actor.world.first:
@@ -91,6 +92,7 @@ def train(model: str, batches: list[TrainBatch], folder: Path, port: int, case: 
         state = actor.optimizer.state[actor.parameters[0]]
         return {
             "metrics": metrics,
+            "trained": trained,
             "checksums": [ref.checksum for ref in refs],
             "kl": actor.reference_kl(samples, temperature) if case.get("beta") else [],
             "reference": actor.reference_logprobs(samples, temperature) if case.get("beta") else [],
@@ -127,6 +129,9 @@ def compare(got: list[dict[str, Any]], expected: dict[str, Any], case: str, most
         close(found["kl"], expected["kl"], f"{case}: KL", 1e-4)
         for mine, one in zip(found["reference"], expected["reference"], strict=True):
             close(mine, one, f"{case}: reference")
+        for mine, one in zip(found["trained"], expected["trained"], strict=True):
+            for logprobs, same in zip(mine, one, strict=True):
+                close(logprobs, same, f"{case}: logprobs that were trained on", max(most, 1e-4))
         for version, scores in expected["scores"].items():
             close(found["scores"][version], scores, f"{case}: scores", max(most, 1e-4))
 
