@@ -374,14 +374,17 @@ class ActorWorker:
         return self.tokenizer if self.processor is None else self.processor
 
     def _publish(self, write: Callable[[Publisher], WeightRef]) -> WeightRef:
-        """Have rank 0 publish."""
+        """Have rank 0 publish. Only its reference says where: one to an object store cannot be told to other ranks."""
+        refs: list[WeightRef] = []
 
-        def work(tensors: ModelTensors) -> WeightRef:
+        def work(tensors: ModelTensors) -> int:
             publisher = self._publisher()
             publisher.source = tensors
-            return write(publisher)
+            refs.append(write(publisher))
+            return refs[0].version
 
-        return lead_with(self.world, self.model, work)
+        version = lead_with(self.world, self.model, work)
+        return refs[0] if refs else WeightRef(version)
 
     def _published(self, write: Callable[[Publisher], WeightRef]) -> WeightRef:
         ref = self._publish(write)

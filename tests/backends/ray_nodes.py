@@ -1,15 +1,16 @@
-"""Two Ray nodes, of which one falls silent and comes back. Run by test_ray_nodes.py in a process of its own.
-
-All processes of a node are stopped, so that it answers nothing and no connection ends, as when its network is cut; they
-go on later, as when it is healed.
-"""
+"""Two Ray nodes, of which one falls silent and comes back. Run by test_ray_nodes.py in a process of its own: within the
+first of two networks, whose names are its arguments, or, without any, with nodes that share this machine's network."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,92 @@ import psutil
 from mrl.backends.base import Resources
 from mrl.backends.ray import RayBackend, cluster
 from mrl.errors import WorkerDied
+from tests.backends.two_networks import HEAD, OTHER, Networks
 from tests.backends.workers import Worker
 
+NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 SECONDS = 20.0
 """Generous: 8 s on an idle machine, 62 without our settings."""
 
 
-async def main(folder: Path) -> None:
-    os.environ.update(cluster.HEALTH)
-    from ray.cluster_utils import Cluster
+class Stopped:
+    """Nodes of one machine. All processes of the second are stopped, so that it answers nothing and no connection ends;
+    they go on later."""
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 << 20})
-    second = nodes.add_node(num_cpus=1, object_store_memory=100 << 20)
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.nodes = Cluster(initialize_head=True, head_node_args=NODE)
+        self.node = self.nodes.add_node(**NODE)
+        self.address = self.nodes.address
+
+    def second(self) -> str:
+        return str(self.node.node_id)
+
+    def part(self) -> None:
+        raylets = [psutil.Process(info.process.pid) for info in self.node.all_processes["raylet"]]
+        self.processes = [*raylets, *(child for raylet in raylets for child in raylet.children(recursive=True))]
+        for process in self.processes:
+            process.suspend()
+
+    def add(self) -> None:
+        self.nodes.add_node(**NODE)
+
+    def join(self) -> None:
+        for process in self.processes:
+            process.resume()
+        psutil.wait_procs(self.processes, timeout=SECONDS)
+
+    def close(self) -> None:
+        self.nodes.shutdown()
+
+
+class Cut:
+    """Nodes in networks of their own; this process is in the first one's. The cable between them is cut, and healed."""
+
+    def __init__(self, networks: Networks) -> None:
+        self.networks = networks
+        self.address = f"{HEAD}:6390"
+        self.started: list[subprocess.Popen[bytes]] = []
+        self._start(["--head", "--port=6390", f"--node-ip-address={HEAD}", "--include-dashboard=false"])
+        self._start([f"--address={self.address}", f"--node-ip-address={OTHER}"], self.networks.within(1))
+
+    def second(self) -> str:
+        (found,) = [node["NodeID"] for node in cluster.nodes() if node["NodeManagerAddress"] == OTHER]
+        return str(found)
+
+    def part(self) -> None:
+        self.networks.cut()
+
+    def add(self) -> None:
+        self._start([f"--address={self.address}", f"--node-ip-address={HEAD}"])
+
+    def join(self) -> None:
+        self.networks.heal()
+
+    def close(self) -> None:
+        for process in self.started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _start(self, options: list[str], within: Sequence[str] = ()) -> None:
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+        memory = f"--object-store-memory={NODE['object_store_memory']}"
+        self.started.append(subprocess.Popen([*within, *ray, memory, *options], start_new_session=True))
+        end = time.monotonic() + 60
+        while time.monotonic() < end:  # it says nothing of when it is there
+            time.sleep(2)
+            status = subprocess.run(
+                [sys.executable, "-m", "ray.scripts.scripts", "status", f"--address={self.address}"],
+                capture_output=True,
+                text=True,
+            )
+            if status.stdout.count(" node_") >= min(len(self.started), 2):  # the third comes when one is lost
+                return
+        raise AssertionError(f"{' '.join(options)} was not there after 60 s: {status.stdout}{status.stderr}")
+
+
+async def main(folder: Path, nodes: Stopped | Cut) -> None:
     backend = RayBackend(60.0, address=nodes.address)
     assert not backend.shares_disk
     try:
@@ -41,13 +116,12 @@ async def main(folder: Path) -> None:
         there = await backend.put(folder / "file")
         assert there != str(folder / "file")
         assert [await worker.call("read", there) for worker in workers] == ["content"] * 2
-        lost = next(worker for worker in workers if worker.node == second.node_id)
+        second = nodes.second()
+        lost = next(worker for worker in workers if worker.node == second)
         kept = next(worker for worker in workers if worker is not lost)
         await bring_back(backend, lost, folder)
 
-        stopped = processes_of(second)
-        for process in stopped:
-            process.suspend()
+        nodes.part()
         start = time.monotonic()
         try:
             await lost.call("wait", 60)
@@ -55,19 +129,17 @@ async def main(folder: Path) -> None:
             print(f"noticed after {time.monotonic() - start:.1f} s: {error}", flush=True)
         assert time.monotonic() - start < SECONDS
         assert await kept.call("add", 1) == 1
-        nodes.add_node(num_cpus=1, object_store_memory=100 << 20)
+        nodes.add()
         again = await backend.spawn(Worker, name=lost.name, resources=Resources(), args={})
         assert again.node not in (lost.node, kept.node)
         assert await again.call("read", there) == "content"
-        for process in stopped:
-            process.resume()
-        psutil.wait_procs(stopped, timeout=SECONDS)
+        nodes.join()
         assert not await lost.alive()
         assert await again.call("add", 1) == 1
         assert await kept.call("add", 1) == 2
     finally:
         await backend.close()
-        nodes.shutdown()
+        nodes.close()
     print("done", flush=True)
 
 
@@ -87,12 +159,8 @@ async def bring_back(backend: RayBackend, worker: Any, folder: Path) -> None:
     assert not (Path(there) / "step-1").exists()
 
 
-def processes_of(node: Any) -> list[psutil.Process]:
-    """Ray's on a node, and those of the workers there."""
-    raylets = [psutil.Process(info.process.pid) for info in node.all_processes["raylet"]]
-    return [*raylets, *(child for raylet in raylets for child in raylet.children(recursive=True))]
-
-
 if __name__ == "__main__":
+    os.environ.update(cluster.HEALTH)
     with tempfile.TemporaryDirectory(prefix="mrl-test-") as made:
-        asyncio.run(main(Path(made)))
+        names = sys.argv[1:]
+        asyncio.run(main(Path(made), Cut(Networks((names[0], names[1]))) if names else Stopped()))

@@ -80,3 +80,17 @@ def test_trls_loop(tmp_path: Path) -> None:
     here, there = (record_of(tmp_path / name, "sync/") for name in ("here", "apart"))
     assert repr(here) == repr(there)  # TRL's logprobs are NaN
     assert same_weights(tmp_path / "here", tmp_path / "apart")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_actor_of_two_ranks(tmp_path: Path) -> None:
+    """Each an actor of Ray's; the weights they gather go through the object store."""
+    model = str(build_model(tmp_path / "model"))
+    small_runs.run(model, tmp_path / "one", max_steps=2)
+    small_runs.run(model, tmp_path / "two", backend="ray", actor_gpu="cpu:2", max_steps=2)
+    one, two = (
+        [row for row in read_rows(tmp_path / name, "metrics") if "train/loss" in row] for name in ("one", "two")
+    )
+    for metric in ("train/loss", "train/grad_norm", "train/tokens", "reward/mean"):
+        assert [row[metric] for row in two] == pytest.approx([row[metric] for row in one], abs=2e-5), metric

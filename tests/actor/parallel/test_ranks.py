@@ -123,7 +123,7 @@ def compare(got: list[dict[str, Any]], expected: dict[str, Any], case: str, most
             assert (mine is None) is (one is None)
             if one is not None:
                 close(mine[:3], one[:3], f"{case}: evidence", max(most, 1e-4))
-        assert found["checksums"] == got[0]["checksums"]
+        assert all((told is not None) is (rank == 0) for told in found["checksums"]), "rank 0 says where weights are"
         close(found["kl"], expected["kl"], f"{case}: KL", 1e-4)
         for mine, one in zip(found["reference"], expected["reference"], strict=True):
             close(mine, one, f"{case}: reference")
