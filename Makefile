@@ -43,7 +43,7 @@ test-openenv: $(VENV)/.installed-test
 eval-protocol: $(EP_VENV)/.installed
 
 test-eval-protocol: $(EP_VENV)/.installed
-	LITELLM_LOCAL_MODEL_COST_MAP=True $(EP_VENV)/bin/python -m pytest -n 0 -m eval_protocol
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(EP_VENV)/bin/python -m pytest -n 0 -m eval_protocol tests/evals/test_eval_protocol.py
 
 # The default suite, every run of it with each worker in a process of its own, as on other machines.
 test-processes: $(VENV)/.installed-test

@@ -81,6 +81,8 @@ def eval_command(run: Path) -> str | None:
     On its held-out tasks where it is known to have any, else on those it was trained on. Raises ConfigError.
     """
     recorded = stored_options(run)
+    if (test := recorded.get("evaluation_test")) is not None:
+        return None if is_description(test) else command("mrl", "eval", test, "--model", shortest_name(run))
     held_out = any(recorded.get(name) for name in ("eval_dataset", "eval_split"))
     held_out = held_out or str(recorded.get("dataset_name")).partition(":")[0] in HAVE_HELD_OUT
     given = {} if held_out else {"dataset_split": _split(recorded)}

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mrl.processors.base import RolloutProcessor, RolloutProcessorConfig
     from mrl.processors.openenv import OpenEnvRolloutProcessor
     from mrl.processors.remote import RemoteRolloutProcessor
+    from mrl.processors.retries import BackoffConfig, ExceptionHandlerConfig
     from mrl.processors.single_turn import NoOpRolloutProcessor, SingleTurnRolloutProcessor
 
 _WHERE = {
@@ -46,12 +47,14 @@ _WHERE = {
     "mrl.processors.base": ("RolloutProcessor", "RolloutProcessorConfig"),
     "mrl.processors.openenv": ("OpenEnvRolloutProcessor",),
     "mrl.processors.remote": ("RemoteRolloutProcessor",),
+    "mrl.processors.retries": ("BackoffConfig", "ExceptionHandlerConfig"),
     "mrl.processors.single_turn": ("NoOpRolloutProcessor", "SingleTurnRolloutProcessor"),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
     "AgentRolloutProcessor",
+    "BackoffConfig",
     "DataLoaderResult",
     "DynamicDataLoader",
     "EvalMetadata",
@@ -61,6 +64,7 @@ __all__ = [
     "EvaluationRowJsonlDataLoader",
     "EvaluationTest",
     "EvaluationThreshold",
+    "ExceptionHandlerConfig",
     "ExecutionMetadata",
     "InlineDataLoader",
     "InputMetadata",

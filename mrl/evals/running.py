@@ -21,7 +21,8 @@ from mrl.evaltests.scoring import mark_finished
 from mrl.evaltests.status import Status
 from mrl.evaltests.test import EvaluationTest, Experiment
 from mrl.experience.metrics import rollout_metrics
-from mrl.processors.source import EvaluationSource
+from mrl.processors.single_turn import NoOpRolloutProcessor
+from mrl.processors.source import EvaluationSource, processor_of
 from mrl.rewards.base import RewardReport, RewardRequest
 from mrl.rewards.combine import held_out, mean_metrics
 from mrl.rewards.combine import score_rows as score_requests
@@ -153,7 +154,8 @@ class _Run:
             progress(ended, total)
 
         for params in self.experiment.completion_params:
-            target = await self.targets.of(params, self.params.steps)
+            asks = not isinstance(processor_of(self.test), NoOpRolloutProcessor)
+            target = await self.targets.of(params, self.params.steps) if asks else self.targets.nobody(params)
             found.append((target, await self._attempted(tasks, target, note, finished)))
         await self._score_the_rest([groups for _, groups in found])
         seconds = perf_counter() - start

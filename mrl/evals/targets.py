@@ -75,6 +75,13 @@ class Targets:
         sampling = sampling_of(params, setup.sampling)
         return Target(name, policy, replace(setup, sampling=sampling, limits=limits), params, config)
 
+    def nobody(self, params: dict[str, Any]) -> Target:
+        """For rows that have their answers: there is nobody to ask."""
+        name = str(self.model or params.get("model") or "answers of the rows")
+        endpoint = Endpoint(name, "http://127.0.0.1:9")  # where nothing listens
+        setup = endpoint_setup(sampling_of(params), TurnLimits())
+        return Target(name, endpoint, setup, params, OrchestratorConfig.from_flat(model=name))
+
     async def close(self) -> None:
         """End everything that was opened."""
         for endpoint in self._endpoints:

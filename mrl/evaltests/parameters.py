@@ -46,6 +46,7 @@ class Parameters:
     combine_datasets: bool = True
     preprocess_fn: Preprocess | None = None
     exception_handler_config: Any = None
+    logger: Any = None
 
     @classmethod
     def checked(cls, given: Mapping[str, Any], who: str) -> Parameters:

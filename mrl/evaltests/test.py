@@ -216,13 +216,14 @@ def evaluation_test(
     num_runs: attempts at each row. aggregation_method: how the runs' scores become one. passed_threshold: what that has
         to reach (`{"success": 0.8, "standard_error": 0.02}`), or the test fails.
     max_dataset_rows, filtered_row_ids, preprocess_fn: which rows, and what is done to them before.
-    mcp_config_path: MCP servers whose tools an agent has. server_script_path, logger: taken, and not used here: servers
-        are started by their configuration, and rows go to the run's record. disable_browser_open: nothing is opened.
+    mcp_config_path: MCP servers whose tools an agent has. exception_handler_config: after which errors a rollout is
+        made again (`mrl.processors.retries`). rollout_processor_kwargs, server_script_path, logger: handed to
+        processors of one's own. disable_browser_open: nothing is ever opened here.
 
     Raises ConfigError, when the module is imported, for parameters that do not go together and for a function that
     takes something else than the mode says.
     """
-    given = {name: value for name, value in locals().items() if name not in ("disable_browser_open", "logger")}
+    given = {name: value for name, value in locals().items() if name != "disable_browser_open"}
 
     def decorate(function: Scoring) -> EvaluationTest:
         name = getattr(function, "__name__", type(function).__name__)

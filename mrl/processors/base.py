@@ -118,7 +118,10 @@ class SourceProcessor(RolloutProcessor):
                 rollout = await source.run(task, 0, policy, seed)
                 rollout.seconds["generate"] = perf_counter() - start
                 row.input_metadata.completion_params = row.input_metadata.completion_params or config.completion_params
-                return filled(row, rollout)
+                done = filled(row, rollout)
+                if config.post_processor is not None:  # which raises for what is not good enough
+                    config.post_processor.process(done)
+                return done
 
         return [asyncio.create_task(attempt(row, task)) for row, task in zip(rows, inner, strict=True)]
 

@@ -109,7 +109,7 @@ class OpenEnvRolloutProcessor(SourceProcessor):
         }
 
     def source(self, setup: SourceSetup, config: RolloutProcessorConfig) -> Attempts:
-        return OpenEnvSource.create(setup, **self.options | config.kwargs.get("openenv", {}))
+        return OpenEnvSource.create(setup, **self.options)
 
     def task(self, row: EvaluationRow, task: Task) -> Task:
         """`reset` gets the row's own seed and task, where its `dataset_info` has them; else a seed made of its id."""

@@ -17,6 +17,7 @@ from mrl.evaltests.test import EvaluationTest
 from mrl.processors.base import RolloutProcessor, RolloutProcessorConfig, SourceProcessor, as_rollout, made_of
 from mrl.processors.foreign import own_processor
 from mrl.processors.gateway import MODEL, Gateway
+from mrl.processors.retries import tried_again
 from mrl.processors.single_turn import NoOpRolloutProcessor, SingleTurnRolloutProcessor
 from mrl.rollouts import MessagePolicy, PolicyClient, SourceSetup
 from mrl.rollouts.runner import rollout_id
@@ -50,6 +51,8 @@ class EvaluationSource:
             exception_handler_config=test.params.exception_handler_config,
             setup=setup,
         )
+        if test.params.logger is not None:
+            self.config.logger = test.params.logger
         self.inner: Any = None
         self.gateway: Gateway | None = None
         if isinstance(self.processor, SourceProcessor):
@@ -106,7 +109,11 @@ class EvaluationSource:
     metric_names = ("environment_restarts",)
 
     async def run(self, task: Task, attempt: int, policy: PolicyClient | MessagePolicy, seed: int) -> Rollout:
-        """One attempt."""
+        """One attempt; where the test says so, made again after errors that may pass."""
+        handler = self.config.exception_handler_config
+        return await tried_again(lambda: self._once(task, attempt, policy, seed), handler)
+
+    async def _once(self, task: Task, attempt: int, policy: PolicyClient | MessagePolicy, seed: int) -> Rollout:
         name = new_id()
         if self.inner is not None:
             rollout: Rollout = await self.inner.run(self._inner(task), attempt, policy, seed)
@@ -198,6 +205,12 @@ def processor_of(test: EvaluationTest) -> Any:
     given = test.params.rollout_processor
     if given is None:
         return SingleTurnRolloutProcessor()
+    named = type(given).__name__
+    if isinstance(given, SourceProcessor) and test.params.rollout_processor_kwargs:
+        raise ConfigError(
+            f"evaluation_test {test.name}: rollout_processor_kwargs: {named} takes its options in its constructor; "
+            f"write {named}(…)"
+        )
     if inspect.isclass(given):
         raise ConfigError(
             f"evaluation_test {test.name}: rollout_processor: {given.__name__} is a class; write {given.__name__}()"

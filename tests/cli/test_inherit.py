@@ -229,3 +229,10 @@ def test_a_run_is_called_by_its_name_where_that_is_enough(record: Any, tmp_path:
         assert shortest_name(record(name, **OWN)) == f"runs/{name}"
     (tmp_path / "run").mkdir()  # a model's folder, for one
     assert shortest_name(run) == "runs/run"
+
+
+def test_a_run_on_an_evaluation_test_is_measured_with_that(record: Any) -> None:
+    run = record(evaluation_test="my_eval.py")
+    assert eval_command(run) == "mrl eval my_eval.py --model run"
+    with pytest.raises(ConfigError, match=r"measure it with that: mrl eval my_eval.py --model run"):
+        inherit_all(*find_run_of(str(run)), {})

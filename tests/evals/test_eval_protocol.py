@@ -29,9 +29,9 @@ from mrl.evals import (
     run_test,
 )
 from mrl.evaltests.find import find_test, find_tests
+from mrl.evaltests.parameters import Parameters
 from mrl.evaltests.rows import ExecutionMetadata, Usage
 from mrl.evaltests.status import Code
-from mrl.evaltests.test import Parameters
 from mrl.processors.source import processor_of
 from mrl.store.run import read_rows
 from tests.evals.chat_server import ChatServer

@@ -11,11 +11,14 @@ import pytest
 
 from mrl.errors import ConfigError, RewardError
 from mrl.evals import (
+    BackoffConfig,
     EvaluateResult,
     EvaluationRow,
+    ExceptionHandlerConfig,
     Message,
     MetricResult,
     NoOpRolloutProcessor,
+    SingleTurnRolloutProcessor,
     evaluation_test,
     run_test,
 )
@@ -195,8 +198,7 @@ async def test_tools_are_shown_and_called_by_nobody(server: ChatServer) -> None:
 async def test_rows_with_their_answers_need_no_model(tmp_path: Path) -> None:
     answered = EvaluationRow(messages=[Message(role="user", content="a"), Message(role="assistant", content="b")])
 
-    @evaluation_test(input_rows=[[answered]], completion_params=[{"model": "m", "base_url": "http://127.0.0.1:9/v1"}],
-                     rollout_processor=NoOpRolloutProcessor())  # fmt: skip
+    @evaluation_test(input_rows=[[answered]], rollout_processor=NoOpRolloutProcessor())
     def reads(row: EvaluationRow) -> EvaluationRow:
         row.evaluation_result = EvaluateResult(score=float(row.last_assistant_message().text == "b"))
         return row
@@ -244,3 +246,31 @@ async def test_a_function_that_returns_no_rows(server: ChatServer) -> None:
 
     with pytest.raises(RewardError, match="without evaluation_result"):
         await run_test(empty, model=server.url, record=False)
+
+
+async def test_errors_that_may_pass_are_tried_again(server: ChatServer) -> None:
+    handler = ExceptionHandlerConfig(backoff_config=BackoffConfig(base_delay=0.01, max_tries=3))
+    answers = iter([400, 400, "fine"])
+    server.says = lambda body: next(answers)
+
+    @evaluation_test(**asked("a"), completion_params=[{"model": "m"}], exception_handler_config=handler)
+    def scored(row: EvaluationRow) -> EvaluationRow:
+        row.evaluation_result = EvaluateResult(score=float(row.messages[-1].text == "fine"))
+        return row
+
+    (report,) = await run_test(scored, model=server.url, record=False)
+    assert report.found.score == 1.0
+    answers = iter([400] * 9)
+    (report,) = await run_test(scored, model=server.url, record=False)
+    assert (report.unscored, len(server.asked)) == (1, 6)
+
+
+async def test_options_of_a_processor_are_its_constructors(server: ChatServer) -> None:
+    @evaluation_test(
+        **asked("a"), rollout_processor=SingleTurnRolloutProcessor(), rollout_processor_kwargs={"retries": 2}
+    )
+    def scored(row: EvaluationRow) -> EvaluationRow:
+        return row
+
+    with pytest.raises(ConfigError, match="takes its options in its constructor"):
+        await run_test(scored, model=server.url)
