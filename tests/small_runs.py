@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -65,6 +66,20 @@ def record_of(folder: Path, without: str = "time/") -> dict[str, Any]:
         "eval_metrics": [timeless(row) for row in read_rows(folder, "eval_metrics")],
         "eval_rollouts": [rollout(row) for row in read_rows(folder, "eval_rollouts")],
     }
+
+
+def check_same_to_rounding(left: Path, right: Path) -> None:
+    """Same tokens, same rewards; figures to rounding. For runs whose requests come one by one, over a network: which of
+    them are computed together depends on the clock, and with it last digits."""
+
+    def sampled(run: Path) -> list[Any]:
+        rows = sorted(read_rows(run, "rollouts"), key=lambda row: (row["step"], row["id"]))
+        return [(r["step"], r["id"], r["reward"], [one["completion_ids"] for one in r["samples"]]) for r in rows]
+
+    assert sampled(left) == sampled(right)
+    mine, theirs = (list(read_rows(run, "metrics")) for run in (left, right))
+    for metric in ("train/loss", "train/grad_norm", "train/entropy", "reward/mean"):
+        assert [row[metric] for row in mine] == pytest.approx([row[metric] for row in theirs], abs=1e-4), metric
 
 
 def steps_of(folder: Path) -> list[int]:

