@@ -25,7 +25,7 @@ from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import ConfigError, TrainingError
 from mrl.loop.cost import check_cost
 from mrl.loop.recorded_run import RecordedRun, RunResult
-from mrl.loop.resources import check_resources, needs, settle_sync
+from mrl.loop.resources import actor_resources, check_resources, needs, settle_sync
 from mrl.loop.spawning import backend_of
 from mrl.rewards.functions import split_file
 from mrl.store.find import runs_root
@@ -77,9 +77,12 @@ class RunOnModal:
         import modal
 
         self._event_loop = asyncio.get_running_loop()
-        settle_sync(self.config)
+        simple = self.config.trl.mode == "simple"
+        if not simple:
+            settle_sync(self.config)
         check_cost(self.config, self.run_dir, resume=self.resume)
-        check_resources(self.config, *needs(self.config).values())
+        wanted = [actor_resources(self.config)] if simple else needs(self.config).values()
+        check_resources(self.config, *wanted)
         if not self.resume and (self.run_dir / CONFIG).exists():
             raise ConfigError(f"run_dir: {self.run_dir} holds a run already; choose another, or resume that one")
         backend = backend_of(self.config)
@@ -145,7 +148,8 @@ class RunOnModal:
             section = getattr(config, flat_fields()[name][0])
             value = await self._sent(backend, getattr(section, name), folders=name in PATHS[:3])
             setattr(section, name, value)
-        if config.reward.sandbox == "auto":
+        scores = config.trl.mode != "simple" or config.reward.reward_funcs is not None  # not all of TRL's trainers do
+        if scores and config.reward.sandbox == "auto":
             config.reward.sandbox = "modal"  # programs run in Modal's Sandboxes, beside the loop
         options = config.runtime.backend_options | {"loop": "here"}
         if (prices := own_prices(options.get("prices"))) is not None:

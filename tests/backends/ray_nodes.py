@@ -86,6 +86,9 @@ class Cut:
         for process in self.started:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        file = Path("/tmp/ray/ray_current_cluster")  # the head's, which other processes would take for a cluster
+        if file.exists() and file.read_text().strip() == self.address:
+            file.unlink()
 
     def _start(self, options: list[str], within: Sequence[str] = ()) -> None:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]

@@ -180,6 +180,11 @@ def test_simple_mode_and_its_actor_dies(tmp_path: Path, monkeypatch: pytest.Monk
     assert there.status == "finished"
     assert there.metrics["train/loss"] == pytest.approx(here.metrics["train/loss"], abs=1e-6)
     assert same_weights(tmp_path / "there", tmp_path / "here")
+    # With the loop there too, as where nothing is said of it.
+    options["max_steps"] = 1
+    small = {**ON_CPU, "rollout_gpu": None}
+    assert MRLTrainer(**options, **small, run_dir=str(tmp_path / "all")).train().status == "finished"
+    assert (tmp_path / "all" / "checkpoints" / "step-1" / "model.safetensors").exists()
 
 
 def test_an_environment_on_a_worker_of_its_own(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class ModalBackend:
 
     def folder(self, run_dir: Path, name: str) -> str:
         there = folder_of(run_dir)
-        if name != "checkpoints":
+        if name not in ("", "checkpoints"):
             self.passing.add(f"{there}/{name}")
         return f"{there}/{name}"
 

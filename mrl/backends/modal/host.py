@@ -27,6 +27,8 @@ from mrl.system.threads import in_thread
 CONTROL_INPUTS = 8
 """Inputs that a container takes beside calls: to hold it, and to give calls up."""
 
+ARRIVING_SECONDS = 600.0
+"""How long a call waits for those that were sent before it: large ones take their time."""
 LOST = ("gone", "its container is gone (preempted, recycled, or killed)")
 """What a container answers that has taken the place of another one."""
 
@@ -74,7 +76,10 @@ class Host:
             self.begun.set()
         elif not self.begun.is_set():
             return cloudpickle.dumps(LOST)
-        await self._in_turn(place)
+        try:
+            await self._in_turn(place)
+        except TimeoutError:  # what was before it was answered by another container
+            return cloudpickle.dumps(LOST)
         try:
             async with self.copying:  # calls stay in order
                 call: Call = cloudpickle.loads(content) if begins else await in_thread(cloudpickle.loads, content)
@@ -97,7 +102,8 @@ class Host:
     async def give_up(self, place: int, worker: str, number: int) -> None:
         """Cancel a call."""
         if self.begun.is_set():
-            await self._in_turn(place)
+            with contextlib.suppress(TimeoutError):
+                await self._in_turn(place)
             if worker in self.workers:
                 with contextlib.suppress(Gone):
                     await self.workers[worker].give_up(number)
@@ -113,8 +119,11 @@ class Host:
     async def _in_turn(self, place: int) -> None:
         if place != self.next_place:
             turn = self.waiting[place] = asyncio.get_running_loop().create_future()
-            await turn
-            del self.waiting[place]
+            try:
+                async with asyncio.timeout(ARRIVING_SECONDS):
+                    await turn
+            finally:
+                del self.waiting[place]
         self.next_place = place + 1
         waiting = self.waiting.get(self.next_place)
         if waiting is not None and not waiting.done():
