@@ -14,7 +14,7 @@ import json
 import sys
 
 from mrl.app import app, volume
-from mrl.backends.modal.storage import CHECKPOINTS, DATA, HUB
+from mrl.backends.modal.storage import CHECKPOINTS, DATA, HUB, step_of
 
 
 @app.local_entrypoint()
@@ -62,9 +62,9 @@ def test_reward_fn(completion: str = "def f(x): return 2 * x", test: str = "asse
 def list_checkpoints_fn() -> None:
     """Print the runs on the Volume and their checkpoints."""
     for run in _listing(f"/{CHECKPOINTS}"):
-        steps = [path.rpartition("-")[2] for path in _listing(f"{run}/checkpoints") if "/step-" in path]
+        steps = sorted(step for path in _listing(f"{run}/checkpoints") if (step := step_of(path)) is not None)
         name = run.rpartition("/")[2]
-        print(f"{name}: " + (f"steps {', '.join(sorted(steps, key=int))}" if steps else "no checkpoint yet"))
+        print(f"{name}: " + (f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint yet"))
 
 
 @app.local_entrypoint()

@@ -119,6 +119,7 @@ def plan(argv: list[str]) -> int:
 def make_plan(config: OrchestratorConfig, *, step_seconds: float | None = None, measured_in: str | None = None) -> Plan:
     """Check a configuration as a run does, and say what it would start. Raises the typed error of whatever will not
     do."""
+    from mrl.loop.cost import check_cost
     from mrl.loop.resume import check_same_run, existing_run, stored_options
     from mrl.loop.spawning import backend_of
     from mrl.trainer import choose_run
@@ -128,6 +129,7 @@ def make_plan(config: OrchestratorConfig, *, step_seconds: float | None = None, 
         raise ConfigError(f"run_dir: {run_dir} already holds a run; choose another name or delete it")
     if resume:
         check_same_run(run_dir, config)
+    check_cost(config, run_dir, resume=resume)
     workers, steps, notices = _checked(config)
     if measured_in is not None:
         then = stored_options(existing_run(measured_in)).get("backend", "inline")

@@ -20,7 +20,7 @@ from mrl.backends.modal.backend import ModalBackend
 from mrl.backends.modal.host import bring_files
 from mrl.backends.modal.link import patiently
 from mrl.backends.modal.prices import own_prices
-from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere
+from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere, step_of
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import ConfigError, TrainingError
 from mrl.loop.cost import check_cost
@@ -308,10 +308,12 @@ def _bring_record(storage: Any, folder: str, here: Path) -> None:
     for name in names:
         if name not in (*_WRITTEN_THERE, *_NOT_KEPT) and not name.endswith(".partial"):
             storage.download_to(f"{folder}/{name}", here / name)
-    steps = [PurePosixPath(path).name for path in storage.listing(f"{folder}/checkpoints")]
-    numbers = sorted(int(step.removeprefix("step-")) for step in steps if step.removeprefix("step-").isdigit())
-    if numbers:
-        newest = f"step-{numbers[-1]}"
+    steps = [step for path in storage.listing(f"{folder}/checkpoints") if (step := step_of(path)) is not None]
+    if steps:
+        newest = f"step-{max(steps)}"
         target = here / "checkpoints" / newest
-        if not target.exists():
-            storage.download_to(f"{folder}/checkpoints/{newest}", target)
+        brought = target.with_name(f"{newest}.brought")  # one of that name may be here, from before the run was resumed
+        shutil.rmtree(brought, ignore_errors=True)
+        storage.download_to(f"{folder}/checkpoints/{newest}", brought)
+        shutil.rmtree(target, ignore_errors=True)
+        brought.rename(target)

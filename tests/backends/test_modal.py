@@ -47,6 +47,8 @@ def test_ranks_share_a_container_and_none_is_rented_for_the_cpu() -> None:
         ({"app": ""}, r"backend_options: app is ''; give a name"),
         ({"concurrent_inputs": 0}, r"concurrent_inputs is 0; give a number from 1 to 1000"),
         ({"loop": "moon"}, r"loop is 'moon'; give auto, here, modal"),
+        ({"memory_mb": "much"}, r"memory_mb is 'much'; give a whole number from 128"),
+        ({"detach": "yes"}, r"detach is 'yes'; give true or false"),
         ({"volumes": "x"}, r"backend 'modal' has no option 'volumes'; it has app, volume, secrets"),
     ],
 )

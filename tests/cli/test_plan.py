@@ -119,6 +119,7 @@ def test_the_seconds_are_those_of_an_earlier_run_and_its_steps_are_done(
         (["--weight-sync-method", "object_store"], "object_store is Ray's"),
         (["--temperature", "0"], "nothing to learn from"),
         (["--reward-funcs", "rewards.py:nothing"], "nothing"),
+        (["--max-cost", "5"], "knows no prices"),
     ],
 )
 def test_what_train_refuses_is_refused_in_the_same_words(

@@ -130,13 +130,13 @@ class Loop:
     @modal.method()
     async def train(self, content: bytes) -> bytes:
         """content: a pickled object with `run()` and `stop(signal)`. Returns what came of it, pickled like an Answer:
-        an exception would be tried again."""
+        an exception would be tried again. A call that Modal gives up is, in another container."""
         try:
             self.work = cloudpickle.loads(content)
             if self.asked is not None:
                 self.work.stop(self.asked)
             return cloudpickle.dumps(("returned", await asyncio.to_thread(self.work.run)))
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             return cloudpickle.dumps(("raised", that_travels(error)))
 
     @modal.method()

@@ -83,6 +83,12 @@ class ModalBackend:
         self.made = ["volume"] if self.settings.volume == Settings.volume else []
         if loop not in LOOPS:
             raise ConfigError(f"backend_options: loop is {loop!r}; give {', '.join(LOOPS)}")
+        for name, value, least in (("scaledown_window", scaledown_window, 1), ("memory_mb", memory_mb, 128)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(f"backend_options: {name} is {value!r}; give a whole number from {least}")
+        for name, flag in (("detach", detach), ("output", output)):
+            if flag not in (None, True, False):
+                raise ConfigError(f"backend_options: {name} is {flag!r}; give true or false")
         self.loop, self.detach, self.output, self.memory_mb = loop, detach, bool(output), memory_mb
         self.placement: dict[str, Any] = {
             name: value for name, value in (("region", region), ("cloud", cloud)) if value is not None

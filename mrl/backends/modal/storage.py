@@ -99,7 +99,7 @@ class Storage:
         await in_thread(self.download_to, there, here)
         folder, newest = os.path.split(there)
         for entry in await self.volume.listdir.aio(_inside(folder)):
-            if (step := _step(entry.path)) is not None and step < (_step(newest) or 0):
+            if (step := step_of(entry.path)) is not None and step < (step_of(newest) or 0):
                 await self.remove(f"{STORAGE}/{entry.path}")
 
     async def remove(self, there: str) -> None:
@@ -218,8 +218,8 @@ def digest_of(path: Path) -> str:
     return whole.hexdigest()[:24]
 
 
-def _step(path: str) -> int | None:
-    """Of a checkpoint's folder."""
+def step_of(path: str) -> int | None:
+    """Of a whole checkpoint's folder; None = it is none."""
     number = PurePosixPath(path).name.removeprefix("step-")
     return int(number) if number.isdigit() else None
 

@@ -21,8 +21,8 @@ from ..protocol import Kind
 from .process import Process
 
 REAP_SECONDS = 10.0
-CPU_SLACK = 0.9
-"""RLIMIT_CPU counts in ticks, rusage exactly: a program that was ended by its limit may show a little less."""
+CPU_SLACK = 0.5
+"""RLIMIT_CPU counts whole ticks, rusage what ran: on a busy virtual machine a program ended by its limit shows less."""
 JUDGING_SECONDS = 20.0
 """For comparing an output, on top of what is left of the program's time."""
 MAX_USES = 100
