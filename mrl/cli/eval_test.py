@@ -84,7 +84,7 @@ def evaluate_test(argv: list[str]) -> int:
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output: {output} cannot be written; name a file in a folder that is there")
 
-    from mrl.evals.running import write_rows
+    from mrl.evals.report import write_rows
     from mrl.evaltests.find import find_test, find_tests, split_name
 
     where, name = split_name(own["test"])

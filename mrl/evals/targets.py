@@ -24,6 +24,8 @@ from mrl.rollouts.prompts import PromptEncoder
 from mrl.system.threads import in_thread
 from mrl.types import SamplingParams
 
+KEY = "OPENAI_API_KEY"
+"""The environment variable with the key of an endpoint that is no known provider's."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
 
 
@@ -50,8 +52,9 @@ class Targets:
         self._local: dict[str, tuple[PolicyClient, SourceSetup, OrchestratorConfig]] = {}
         self._endpoints: list[Endpoint] = []
 
-    async def of(self, params: dict[str, Any], steps: int) -> Target:
-        """The policy for these completion_params. Raises ConfigError, ModelError, EngineError."""
+    async def of(self, params: dict[str, Any], steps: int, *, check: bool = True) -> Target:
+        """The policy for these completion_params. check: whether an endpoint answers. Raises ConfigError, ModelError,
+        EngineError."""
         params = params | {name: self.options[name] for name in SAMPLING if self.options.get(name) is not None}
         if "max_tokens" in self.options:
             params.pop("max_completion_tokens", None)
@@ -62,9 +65,9 @@ class Targets:
             )
         if is_address(name):
             served = params.get("model") or self.options.get("vllm_model_name") or await served_model(name)
-            return self._endpoint(params | {"model": served, "base_url": name}, steps)
+            return await self._endpoint(params | {"model": served, "base_url": name}, steps, check)
         if self.model is None and asks_endpoint(params):
-            return self._endpoint(params, steps)
+            return await self._endpoint(params, steps, check)
         policy, setup, config = await self._opened(name)
         params = {**params, "model": name}
         params.pop("base_url", None)
@@ -91,9 +94,11 @@ class Targets:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
-    def _endpoint(self, params: dict[str, Any], steps: int) -> Target:
+    async def _endpoint(self, params: dict[str, Any], steps: int, check: bool) -> Target:
         endpoint = Endpoint.of(params)
         self._endpoints.append(endpoint)
+        if check:
+            await endpoint.check()
         given = {name: value for name, value in self.options.items() if name != "dataset_name"}
         config = OrchestratorConfig.from_flat(**given | {"model": endpoint.model})
         setup = endpoint_setup(sampling_of(params), self._limits(config, params, steps), params.get("system_prompt"))
@@ -146,10 +151,13 @@ def asks_endpoint(params: dict[str, Any]) -> bool:
 
 async def served_model(address: str) -> str:
     """The only model at an address. Raises ConfigError where there are several, or none that it says."""
-    url = f"{address.rstrip('/')}/models"
+    url, key = f"{address.rstrip('/')}/models", os.environ.get(KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with httpx.AsyncClient(timeout=30, headers=headers) as client:
             answer = await client.get(url)
+            if answer.status_code == 401:
+                raise ConfigError(f"--model {address}: it needs a key: put one into the environment variable {KEY}")
             answer.raise_for_status()
             names = [str(one["id"]) for one in answer.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:

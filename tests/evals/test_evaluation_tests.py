@@ -274,3 +274,40 @@ async def test_options_of_a_processor_are_its_constructors(server: ChatServer) -
 
     with pytest.raises(ConfigError, match="takes its options in its constructor"):
         await run_test(scored, model=server.url)
+
+
+async def test_an_endpoint_that_is_down_or_needs_a_key_is_known_before(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "EP_LLM_API_BASE", "EP_LLM_BASE_URL", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    test = ends_with_a()
+    with pytest.raises(ConfigError, match=r"nothing answers at http://127\.0\.0\.1:9/v1 .*where m is to be asked"):
+        await run_test(test, model="http://127.0.0.1:9/v1", record=False)
+    server.key = "k"
+    with pytest.raises(ConfigError, match="needs a key: put one into the environment variable OPENAI_API_KEY"):
+        await run_test(test, model=server.url, record=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "other")
+    with pytest.raises(ConfigError, match="refuses the key: put one into"):
+        await run_test(test, model=server.url, record=False)
+    assert server.asked == []
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    (report,) = await run_test(test, model=server.url, record=False)
+    assert report.unscored == 0
+
+
+async def test_who_a_policy_factory_makes_is_asked_where_no_model_is_given(server: ChatServer) -> None:
+    from tests.processors.test_openenv_processor import processor
+
+    @evaluation_test(
+        **asked("go"), completion_params=[{"model": "m", "base_url": server.url}], rollout_processor=processor()
+    )
+    def played(row: EvaluationRow) -> EvaluationRow:
+        said = [message.text for message in row.get_assistant_messages()]
+        row.evaluation_result = EvaluateResult(score=float(said == ["move 0", "move 1", "move 2"]))
+        return row
+
+    (report,) = await run_test(played, record=False)
+    assert (report.found.score, server.asked) == (1.0, [])
+    await run_test(played, model=server.url, record=False)
+    assert len(server.asked) == 3
