@@ -64,8 +64,8 @@ class Targets:
                 "nothing says which model to evaluate: give --model, or the test's completion_params a model"
             )
         if is_address(name):
-            served = params.get("model") or self.options.get("vllm_model_name") or await served_model(name)
-            return await self._endpoint(params | {"model": served, "base_url": name}, steps, check)
+            served = self.options.get("vllm_model_name") or await served_model(name, params.get("model"))
+            return await self._endpoint(params | {"model": served, "base_url": name}, steps, check, served)
         if self.model is None and asks_endpoint(params):
             return await self._endpoint(params, steps, check)
         policy, setup, config = await self._opened(name)
@@ -94,8 +94,10 @@ class Targets:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
-    async def _endpoint(self, params: dict[str, Any], steps: int, check: bool) -> Target:
+    async def _endpoint(self, params: dict[str, Any], steps: int, check: bool, served: str | None = None) -> Target:
+        """served: the model's name there, as it is; else one that may begin with a provider's."""
         endpoint = Endpoint.of(params)
+        endpoint.model = served or endpoint.model
         self._endpoints.append(endpoint)
         if check:
             await endpoint.check()
@@ -149,24 +151,36 @@ def asks_endpoint(params: dict[str, Any]) -> bool:
     return named or any(os.environ.get(name) for name in ADDRESSES)
 
 
-async def served_model(address: str) -> str:
-    """The only model at an address. Raises ConfigError where there are several, or none that it says."""
+async def served_model(address: str, wanted: str | None) -> str:
+    """The model that is asked at an address: the one that a test names, if it is there, else the only one.
+
+    Raises ConfigError where that is none.
+    """
     url, key = f"{address.rstrip('/')}/models", os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    provider, slash, rest = (wanted or "").partition("/")
+    meant = rest if slash and provider in PROVIDERS else wanted
     try:
         async with httpx.AsyncClient(timeout=30, headers=headers) as client:
             answer = await client.get(url)
             if answer.status_code == 401:
-                raise ConfigError(f"--model {address}: it needs a key: put one into the environment variable {KEY}")
+                said = "refuses the key" if key else "needs a key"
+                raise ConfigError(f"{address} {said}: put one into the environment variable {KEY}")
             answer.raise_for_status()
             names = [str(one["id"]) for one in answer.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        if meant and not isinstance(error, httpx.ConnectError):
+            return meant
         raise ConfigError(
-            f"--model {address}: {url} does not say which models it has ({type(error).__name__}: {error}); give "
-            "--vllm-model-name, or the test's completion_params a model"
+            f"--model {address}: {url} does not say which models it has ({type(error).__name__}: {error}); is it the "
+            "right address? else give the option vllm_model_name, or the test's completion_params a model"
         ) from None
+    if found := next((one for one in (wanted, meant) if one in names), None):
+        return found
     if len(names) != 1:
+        also = f", and no {meant}" if meant else ""
         raise ConfigError(
-            f"--model {address}: it has {len(names)} models ({', '.join(names[:5])}); say which with --vllm-model-name"
+            f"--model {address}: it has {len(names)} models ({', '.join(names[:5])}){also}; say which with the option "
+            "vllm_model_name"
         )
     return names[0]

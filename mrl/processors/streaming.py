@@ -13,7 +13,7 @@ def events(completion: dict[str, Any], *, usage: bool) -> Iterator[str]:
     shared = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     (choice,) = completion["choices"]
     message = choice["message"]
-    deltas = [{"role": "assistant", "content": ""}]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
     deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(message.get("tool_calls") or [])]
     for delta in deltas:

@@ -20,6 +20,7 @@ class ChatServer:
     seconds: float = 0.0
     key: str | None = None
     """What it insists on, where it says which models it has."""
+    models: tuple[str, ...] = ("m", "n")
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -34,7 +35,7 @@ class ChatServer:
                 if chat.key is not None and self.headers.get("Authorization") != f"Bearer {chat.key}":
                     self.answer(401, {"error": "no"})
                     return
-                self.answer(200, {"data": [{"id": "served"}]})
+                self.answer(200, {"data": [{"id": name} for name in chat.models]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -282,11 +282,16 @@ async def test_an_endpoint_that_is_down_or_needs_a_key_is_known_before(
     for name in ("OPENAI_API_KEY", "EP_LLM_API_BASE", "EP_LLM_BASE_URL", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     test = ends_with_a()
-    with pytest.raises(ConfigError, match=r"nothing answers at http://127\.0\.0\.1:9/v1 .*where m is to be asked"):
+    with pytest.raises(ConfigError, match=r"--model http://127\.0\.0\.1:9/v1: .*All connection attempts failed"):
         await run_test(test, model="http://127.0.0.1:9/v1", record=False)
+    down = evaluation_test(**asked("a"), completion_params=[{"model": "m", "base_url": "http://127.0.0.1:9/v1"}])
+    with pytest.raises(ConfigError, match=r"nothing answers at http://127\.0\.0\.1:9/v1 .*where m is to be asked"):
+        await run_test(down(_ends_with_a), record=False)
     server.key = "k"
-    with pytest.raises(ConfigError, match="needs a key: put one into the environment variable OPENAI_API_KEY"):
-        await run_test(test, model=server.url, record=False)
+    locked = evaluation_test(**asked("a"), completion_params=[{"model": "m", "base_url": server.url}])(_ends_with_a)
+    for given in ({"test": test, "model": server.url}, {"test": locked}):
+        with pytest.raises(ConfigError, match="needs a key: put one into the environment variable OPENAI_API_KEY"):
+            await run_test(**given, record=False)
     monkeypatch.setenv("OPENAI_API_KEY", "other")
     with pytest.raises(ConfigError, match="refuses the key: put one into"):
         await run_test(test, model=server.url, record=False)
@@ -294,6 +299,28 @@ async def test_an_endpoint_that_is_down_or_needs_a_key_is_known_before(
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     (report,) = await run_test(test, model=server.url, record=False)
     assert report.unscored == 0
+
+
+@pytest.mark.parametrize(
+    ("models", "named", "asks"),
+    [
+        (("served",), "openai/gpt", "served"),
+        (("gpt", "other"), "openai/gpt", "gpt"),
+        (("openai/gpt-oss",), "openai/gpt-oss", "openai/gpt-oss"),
+        (("a", "b"), "openai/gpt", None),
+    ],
+)
+async def test_at_an_address_its_own_model_is_asked(
+    server: ChatServer, models: tuple[str, ...], named: str, asks: str | None
+) -> None:
+    server.models = models
+    test = evaluation_test(**asked("a"), completion_params=[{"model": named}])(_ends_with_a)
+    if asks is None:
+        with pytest.raises(ConfigError, match=r"2 models \(a, b\), and no gpt; say which with"):
+            await run_test(test, model=server.url, record=False)
+        return
+    await run_test(test, model=server.url, record=False)
+    assert [body["model"] for body in server.asked] == [asks]
 
 
 async def test_who_a_policy_factory_makes_is_asked_where_no_model_is_given(server: ChatServer) -> None:
