@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from mrl.evals.aggregate import aggregate, metric_means, passes
+from mrl.evals.episode import Episodes
 from mrl.evals.report import TestReport, raised, reason, write_record
 from mrl.evals.targets import Target, Targets
 from mrl.evaltests.carried import RESULT, row_of_rollout, tasks_of
@@ -168,7 +169,8 @@ class _Run:
     def _report(
         self, target: Target, groups: list[Group], seconds: float, logged: dict[str, float], record: bool
     ) -> TestReport:
-        runs = [[self._row(group, run, seconds) for group in groups] for run in range(self.runs)]
+        episodes = Episodes(target.setup.tokenizer)
+        runs = [[self._row(group, run, seconds, episodes) for group in groups] for run in range(self.runs)]
         found = aggregate(runs, self.params.aggregation_method, self.confidence)
         passed = passes(found, self.params.passed_threshold)
         rows = [row for run in runs for row in run]
@@ -205,7 +207,7 @@ class _Run:
             report.run_dir = write_record(report, target, groups)
         return report
 
-    def _row(self, group: Group, run: int, seconds: float) -> EvaluationRow:
+    def _row(self, group: Group, run: int, seconds: float, episodes: Episodes) -> EvaluationRow:
         rollout = group.rollouts[run]
         row = row_of_rollout(group.task, rollout)
         result = rollout.extra.get(RESULT)
@@ -214,6 +216,8 @@ class _Run:
             if result is not None
             else EvaluateResult(score=0.0, is_score_valid=False, error=rollout.error, reason=rollout.error)
         )
+        if (episode := episodes.of(rollout)) is not None:
+            row.execution_metadata.extra = (row.execution_metadata.extra or {}) | {"full_episode": episode}
         row.execution_metadata.run_id = self.run_ids[run]
         row.execution_metadata.invocation_id = self.ids["invocation_id"]
         row.execution_metadata.experiment_id = self.ids["experiment_id"]

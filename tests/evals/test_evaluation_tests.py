@@ -22,7 +22,9 @@ from mrl.evals import (
     evaluation_test,
     run_test,
 )
+from mrl.evals.episode import turns_of
 from mrl.store.run import read_rows
+from mrl.types import Sample
 from tests.evals.chat_server import ChatServer
 
 
@@ -220,6 +222,18 @@ async def test_with_a_checkpoint_its_tokens_are_recorded(
         (sample,) = one["samples"]
         assert 1 <= len(sample["completion_ids"]) <= 6
         assert len(sample["logprobs"]) == len(sample["completion_ids"])
+        (row,) = [row for row in report.done if row.execution_metadata.rollout_id == one["extra"]["rollout_id"]]
+        episode = row.execution_metadata.extra["full_episode"]
+        before = len(sample["prompt_ids"])
+        assert episode["token_ids"] == sample["prompt_ids"] + sample["completion_ids"]
+        assert episode["mask"] == [0] * before + [1] * len(sample["completion_ids"])
+        assert episode["logprobs"] == [None] * before + sample["logprobs"]
+        assert (len(episode["detokenized_tokens"]), episode["num_turns"]) == (len(episode["token_ids"]), 1)
+
+
+def test_turns_are_counted() -> None:
+    sample = Sample([1], [2, 3, 4, 5, 6], [-1.0] * 5, [1, 1, 0, 1, 0], 0)
+    assert turns_of(sample) == [1, 1, 0, 2, 0]
 
 
 async def test_nothing_says_which_model() -> None:
