@@ -88,6 +88,8 @@ class _Run:
     async def reports(self, record: bool, note: Note, progress: Progress) -> list[TestReport]:
         start = perf_counter()
         rows = await asyncio.to_thread(self.experiment.rows)
+        if (without := sum(row.ground_truth is None for row in rows)) not in (0, len(rows)):
+            note(f"{self.test.name}: {without} of {len(rows)} rows have no ground_truth")
         tasks = tasks_of(rows)
         found: list[tuple[Target, list[Group]]] = []
         total = len(tasks) * len(self.experiment.completion_params)

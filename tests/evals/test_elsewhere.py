@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from mrl.backends import Resources
 from mrl.backends.code import needed_files
+from mrl.backends.inline import InlineBackend
 from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError
 from mrl.evals import Message
@@ -95,6 +97,35 @@ class Apart(ProcessBackend):
         self.shares_disk = False
 
 
+class Copying(InlineBackend):
+    """A worker of this process that has copies only."""
+
+    shares_memory = shares_disk = False
+
+    def __init__(self, there: Path) -> None:
+        super().__init__(60.0)
+        self.there = there
+
+    async def put(self, path: Path) -> str:
+        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, self.there / path.name)
+        return str(self.there / path.name)
+
+
+async def test_copies_are_enough_to_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = written(tmp_path / "here" / "bench")
+    (tmp_path / "there").mkdir()
+    backend = Copying(tmp_path / "there")
+    try:
+        result = await scored_by(backend, f"{file}:counted", file.parent)
+    finally:
+        await backend.close()
+        sys.modules.pop("helping", None)
+    assert (result.reward, result.error) == (2.0, None)
+    assert result.extra["evaluation_result"]["reason"] == str(tmp_path / "there" / "bench" / "my_eval.py")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "module", "function"])
 async def test_a_worker_without_the_folder_scores(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"bench_{how}"
@@ -113,6 +144,7 @@ async def test_a_worker_without_the_folder_scores(how: str, tmp_path: Path, monk
     assert not seen.startswith(str(tmp_path))
 
 
+@pytest.mark.slow
 async def test_a_function_of_the_program_itself_travels_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Running the program again on a worker would begin a second run there."""
     from mrl.evals import EvaluateResult, EvaluationRow, evaluation_test

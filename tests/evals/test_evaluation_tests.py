@@ -236,6 +236,15 @@ def test_turns_are_counted() -> None:
     assert turns_of(sample) == [1, 1, 0, 2, 0]
 
 
+async def test_rows_that_lack_what_others_have_are_noted(server: ChatServer, tmp_path: Path) -> None:
+    lines = ['{"question": "a", "answer": "b"}', '{"question": "c"}']
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    notes: list[str] = []
+    test = evaluation_test(input_dataset=["rows.jsonl"], completion_params=[{"model": "m"}])(_ends_with_a)
+    await run_test(test, model=server.url, record=False, note=notes.append)
+    assert notes == ["_ends_with_a: 1 of 2 rows have no ground_truth"]
+
+
 async def test_nothing_says_which_model() -> None:
     @evaluation_test(**asked("a"))
     def scored(row: EvaluationRow) -> EvaluationRow:
