@@ -25,6 +25,8 @@ class RunRow:
     summary: RunSummary
     model: str = ""
     algorithm: str = ""
+    simple: bool = False
+    """Whether TRL's own loop trains (simple mode), which tells less."""
     total_steps: int | None = None
     best_reward: float | None = None
     best_step: int | None = None
@@ -127,6 +129,7 @@ def _read_row(name: str, folder: Path) -> RunRow:
     row = RunRow(name, summarize(folder))
     options = flat_options_of(folder)
     row.model, row.algorithm = str(options.get("model") or ""), algorithm_of(options)
+    row.simple = options.get("mode") == "simple"
     row.total_steps = options.get("max_steps")
     if row.summary.status == "unreadable":
         return row

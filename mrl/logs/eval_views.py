@@ -64,7 +64,7 @@ def export(request: Request) -> Response:
     fill(site.catalog, chosen)
     match request.query_params.get("format", "jsonl"):
         case "png":
-            return Response(picture(chosen), media_type="image/png", headers=attachment("evaluations.png"))
+            return Response(picture(chosen[:MOST]), media_type="image/png", headers=attachment("evaluations.png"))
         case "csv":
             names = ["run", "step", "model", "of", "task", "attempt", "reward", "tokens", "error"]
             return csv_file(names, (row.values() for row in _rows(chosen)), "evaluations")

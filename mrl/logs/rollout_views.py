@@ -15,7 +15,7 @@ from mrl.logs.catalog import RunRow
 from mrl.logs.rollout_query import RolloutQuery, whole
 from mrl.logs.site import Site, attachment, pretty, site_of
 from mrl.logs.text import content_text, shown
-from mrl.logs.tokens import COLOURS, TOKENS, Tokenizers, stream
+from mrl.logs.tokens import COLOURS, TOKENS, Colour, Tokenizers, stream, unrecorded
 from mrl.store.media import read_image
 from mrl.store.read import RunReader
 from mrl.store.rows import jsonable
@@ -23,6 +23,8 @@ from mrl.store.rows import jsonable
 VIEWS = ("chat", "tokens", "json")
 SIDE_BY_SIDE = 16
 """Rollouts of a group that are shown at first."""
+LARGEST = 2**53
+"""SQLite's numbers have an end, those in a path have none."""
 TOKENIZERS = Tokenizers()
 
 
@@ -57,14 +59,17 @@ def rollout(request: Request) -> Response:
 
 
 def _tokens(request: Request, row: RunRow, found: dict[str, Any]) -> dict[str, Any]:
-    colour = request.query_params.get("colour", "logprob")
-    colour = colour if colour in COLOURS else "logprob"
+    missing = unrecorded(found["samples"])
+    asked = request.query_params.get("colour")
+    wanted = (one for one in COLOURS if one == asked or (asked not in COLOURS and one not in missing))
+    colour: Colour = next(wanted, "source")
     start = whole(request.query_params, "at")
     tokenizer, why = TOKENIZERS.of(row.summary.folder)
     streams = [
         stream(sample, number, found, tokenizer, colour, start) for number, sample in enumerate(found["samples"])
     ]
-    return {"streams": streams, "colour": colour, "no_tokenizer": why, "start": start, "per_page": TOKENS}
+    told = {"missing": missing, "simple": row.simple, "no_tokenizer": why}
+    return {"streams": streams, "colour": colour, "start": start, "per_page": TOKENS, **told}
 
 
 def message(request: Request) -> HTMLResponse:
@@ -99,8 +104,9 @@ def group(request: Request) -> HTMLResponse:
     row, path = site.row(request), request.path_params
     if path["split"] not in ("train", "eval"):
         raise HTTPException(404, "Rollouts are of `train` or `eval`.")
+    step, number = (min(path[name], LARGEST) for name in ("step", "group"))
     with site.reader(row) as reader:
-        found = reader.group(path["split"], path["step"], path["group"])
+        found = reader.group(path["split"], step, number)
         if not found:
             raise HTTPException(404, f"There is no group {path['group']} in step {path['step']}.")
         groups = reader.groups(path["split"], path["step"])
@@ -113,7 +119,7 @@ def group(request: Request) -> HTMLResponse:
 
 def one_rollout(reader: RunReader, row: RunRow, key: int) -> dict[str, Any]:
     try:
-        return reader.rollout(min(key, 2**62))
+        return reader.rollout(min(key, LARGEST))
     except StoreError as error:
         if "there is no rollout" not in str(error):
             raise

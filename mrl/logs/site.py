@@ -127,7 +127,7 @@ def csv_file(names: list[str], rows: Iterable[Iterable[Any]], name: str) -> Resp
 
 def _harmless(value: Any) -> Any:
     """Spreadsheets run a cell that begins like a formula."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r", "\n") else value
 
 
 def static_url(name: str) -> str:
@@ -153,7 +153,7 @@ def number(value: Any, digits: int = 4) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return plain(str(value))
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:.{digits}g}"

@@ -56,6 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         samples = [Sample([1, 2**40], [3, 4], [-1.0, float("-inf")], [1, 1], 0)]
         rollout = Rollout(f"r{at}", task.id, 0, messages, samples, attack, attack, reward=0.5, rewards={short: 0.5})
         rollout.extra = {short: short, "verdict": {"status": short, "detail": attack, "tests": 1, "passed": 0}}
+        result = {"reason": attack, "metrics": {short: {"score": short, "reason": attack}}, "is_score_valid": False}
+        rollout.extra["evaluation_result"] = result
         rollout.metrics = {short: 1.0}
         failed = Rollout(f"f{at}", task.id, 1, [], [])
         failed.fail(attack)
