@@ -23,6 +23,8 @@ from mrl.store.rows import jsonable
 VIEWS = ("chat", "tokens", "json")
 SIDE_BY_SIDE = 16
 """Rollouts of a group that are shown at first."""
+MOST_TOKENS = 3 * TOKENS
+"""Of all samples on a page; an attempt whose every turn is a sample of its own has many."""
 LARGEST = 2**53
 """SQLite's numbers have an end, those in a path have none."""
 TOKENIZERS = Tokenizers()
@@ -65,11 +67,21 @@ def _tokens(request: Request, row: RunRow, found: dict[str, Any]) -> dict[str, A
     colour: Colour = next(wanted, "source")
     start = whole(request.query_params, "at")
     tokenizer, why = TOKENIZERS.of(row.summary.folder)
-    streams = [
-        stream(sample, number, found, tokenizer, colour, start) for number, sample in enumerate(found["samples"])
-    ]
+    first = whole(request.query_params, "sample")
+    numbers = _that_fit(found["samples"], first)
+    streams = [stream(found["samples"][at], at, found, tokenizer, colour, start) for at in numbers]
     told = {"missing": missing, "simple": row.simple, "no_tokenizer": why}
+    told |= {"samples": len(found["samples"]), "sample": first, "sample_after": numbers.stop}
     return {"streams": streams, "colour": colour, "start": start, "per_page": TOKENS, **told}
+
+
+def _that_fit(samples: list[dict[str, Any]], first: int) -> range:
+    """Which samples are shown: from `first` on as many as a page takes, and at least one."""
+    end, tokens = first, 0
+    while end < len(samples) and (end == first or tokens < MOST_TOKENS):
+        tokens += min(len(samples[end]["prompt_ids"]) + len(samples[end]["completion_ids"]), TOKENS)
+        end += 1
+    return range(first, end)
 
 
 def message(request: Request) -> HTMLResponse:

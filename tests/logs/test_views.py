@@ -18,7 +18,8 @@ from mrl.logs.evaluations import Attempt, Evaluation, counterpart
 from mrl.store.evaluation import write_evaluation
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
-from mrl.types import Group, Rollout, Task
+from mrl.store.run import RunStore
+from mrl.types import Group, Rollout, Sample, Task
 from tests.logs.conftest import ATTEMPTS, STEPS, TASKS, client_of, groups_of, write_run
 
 KEYS = re.compile(r'<tr data-href="/run/first/rollout/(\d+)')
@@ -212,6 +213,27 @@ def test_one_rollout(client: TestClient, runs: Path) -> None:
     assert client.get("/run/first/rollout/999999").status_code == 404
 
 
+def test_an_attempt_of_many_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page takes some of them; in simple mode it says what nobody recorded."""
+    monkeypatch.setattr("mrl.logs.rollout_views.MOST_TOKENS", 30)
+    store = RunStore(tmp_path / "r", OrchestratorConfig.from_flat(model="starter", mode="simple"))
+    samples = [Sample([1] * 4, [2] * 8, [float("nan")] * 8, [1] * 8, 0) for _ in range(7)]
+    store.write_step(1, {}, [Group(Task("t", "p"), [Rollout("r", "t", 0, [], samples, reward=1.0, advantage=0.5)])])
+    store.close()
+    client, shown, href = client_of(tmp_path), [], "/run/r/rollout/1?view=tokens"
+    while href:
+        html = client.get(href).text
+        shown += re.findall(r"sample (\d) of 7", html)
+        more = re.search(r'href="([^"]+)">samples \d', html)
+        href = more[1].replace("&amp;", "&") if more else ""
+    assert shown == list("1234567")
+    assert '<option value="advantage" selected>' in html
+    assert "logprob of the sampler (not recorded)" in html
+    assert "TRL&#39;s own loop" in html or "TRL's own loop" in html
+    assert "mean logprob" not in html
+    assert "mean logprob" not in client.get("/run/r/rollout/1?view=tokens&colour=logprob").text
+
+
 def test_a_group_and_a_task(client: TestClient) -> None:
     group = client.get("/run/first/group/train/3/0").text
     assert group.count('<article class="attempt') == ATTEMPTS
@@ -337,8 +359,6 @@ def test_a_page_of_named_runs_shows_no_others(runs: Path) -> None:
 
 def test_a_run_goes_on(tmp_path: Path) -> None:
     """What is new is there with the next request; nothing is kept of a run that moves."""
-    from mrl.store.run import RunStore
-
     write_run(tmp_path / "moving", steps=2, status="running")
     store = RunStore.reopen(tmp_path / "moving")
     client = client_of(tmp_path)
