@@ -194,7 +194,7 @@ class ActorWorker:
             self.mismatch_probe.end()
 
     def learn(self, batch: TrainBatch) -> tuple[dict[str, float], list[list[float]]]:
-        """`train_step`, and `trained_logprobs` with its answer: a call to another machine costs as much as many tokens."""
+        """`train_step`, with `trained_logprobs` in its answer: another call to another machine would take its time."""
         return self.train_step(batch), self.trained_logprobs()
 
     def trained_logprobs(self) -> list[list[float]]:
