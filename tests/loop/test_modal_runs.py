@@ -70,7 +70,7 @@ def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch
     options = {"num_rollout_workers": 2, "max_steps": 3}
     small_runs.run(model, tmp_path / "one", **options)
     call, calls, bombs = RemoteHandle.call, list[tuple[str, str]](), []
-    deaths = [("rollout-0", "generate", 1), ("rollout-1", "update_weights", 2), ("actor", "train_step", 3)]
+    deaths = [("rollout-0", "generate", 1), ("rollout-1", "update_weights", 2), ("actor", "learn", 3)]
 
     async def deadly(self: RemoteHandle, method: str, *args: Any, **kwargs: Any) -> Any:
         calls.append((self.name, method))
