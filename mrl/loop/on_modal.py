@@ -24,6 +24,7 @@ from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere, step_
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import ConfigError, TrainingError
 from mrl.loop.cost import check_cost
+from mrl.loop.elsewhere import MakeRun
 from mrl.loop.recorded_run import RecordedRun, RunResult
 from mrl.loop.resources import actor_resources, check_resources, needs, settle_sync
 from mrl.loop.spawning import backend_of
@@ -35,26 +36,12 @@ from mrl.system import shared_disk
 from mrl.system.interrupts import end_process
 from mrl.system.threads import in_thread
 
-MakeRun = Callable[[OrchestratorConfig, Path, bool], RecordedRun]
-"""Makes a run: of a configuration, in a folder, new or to be resumed."""
-
 PATHS = ("model", "dataset_name", "eval_dataset", "rollout_func", "rollout_options", "tools", "environment_factory")
 """Options that may name files of this machine."""
-REWARDS_THERE = (None, "sandbox", ["sandbox"])
-"""Values of `reward_funcs` with which the loop is at Modal, unless it is said where."""
 MIRROR_SECONDS = 10.0
 RUNS = "/root/mrl-runs"
 _WRITTEN_THERE = ("checkpoints", "weights")
 _NOT_KEPT = ("run.lock", f"{DATABASE}-wal", f"{DATABASE}-shm")
-
-
-def is_there(config: OrchestratorConfig) -> bool:
-    """Whether the run's loop is at Modal (backend option `loop`)."""
-    if config.runtime.backend != "modal":
-        return False
-    backend = backend_of(config)
-    assert isinstance(backend, ModalBackend)
-    return backend.loop == "modal" or (backend.loop == "auto" and config.reward.reward_funcs in REWARDS_THERE)
 
 
 class RunOnModal:
