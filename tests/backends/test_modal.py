@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from mrl.backends.modal.backend import gpu_option
 from mrl.backends.modal.gpus import modal_gpu
 from mrl.backends.modal.settings import Settings
 from mrl.backends.modal.storage import STORAGE, digest_of
-from mrl.errors import ConfigError
+from mrl.backends.modal.writer import STALE_SECONDS, Writer
+from mrl.errors import ConfigError, StoreError
 from mrl.system import shared_disk
 from tests.backends.workers import Worker
 
@@ -141,3 +143,26 @@ async def test_what_is_missing_at_modal_is_said_before_anything_starts() -> None
         with pytest.raises(ConfigError, match=message):
             await backend.reserve({})
         await backend.close()
+
+
+@pytest.mark.modal
+@pytest.mark.usefixtures("modal_account")
+def test_a_run_on_the_volume_has_one_writer() -> None:
+    """Also where the loop's container is followed by another; until nothing is heard of it for a while."""
+    mine, again, other = (Writer("mrl-storage", "r", session, "process 1 on x") for session in ("a", "a", "b"))
+    other.refuse()  # nobody writes
+    mine.take()
+    again.take()
+    for refused in (other.refuse, other.take):
+        with pytest.raises(StoreError, match=r"'r' .* of process 1 on x, last seen \d+ s ago; .* after 60 s"):
+            refused()
+    other.release()  # not its own
+    assert mine.stay()
+    with mine._entries() as entries:
+        entries.put("r", entries.get("r") | {"time": time.time() - STALE_SECONDS})
+    other.take()
+    assert not mine.stay()
+    mine.release()
+    assert other.stay()
+    other.release()
+    mine.take()

@@ -25,6 +25,8 @@ from mrl.errors import ConfigError
 from mrl.system.gather import all_of
 
 LOOPS = ("auto", "here", "modal")
+REWARDS_THERE = (None, "sandbox", ["sandbox"])
+"""Values of `reward_funcs` with which the loop is at Modal, unless it is said where."""
 SCORES = "reward-"
 """How the names of workers begin that score."""
 DEFAULT_GPU = {"actor": "A100", "rollout": "A10"}
@@ -184,6 +186,10 @@ class ModalBackend:
     def scorers(self) -> InlineBackend:
         """Reward functions run where the loop runs, which may be the only place that has what they need."""
         return self.here
+
+    def takes_loop(self, reward_funcs: Any) -> bool:
+        """As option `loop` says it."""
+        return self.loop == "modal" or (self.loop == "auto" and reward_funcs in REWARDS_THERE)
 
     async def close(self) -> None:
         handles, self.handles = self.handles, []
