@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mrl.config import OrchestratorConfig
-from mrl.logs.evaluations import Attempt, Evaluation, counterpart
+from mrl.logs.evaluations import Attempt, Evaluation, counterpart, pair_of
 from mrl.store.evaluation import write_evaluation
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
@@ -315,9 +315,11 @@ def test_evaluations_on_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     html = client.get("/evals").text
     for words in ("trained@2", "test_sums", "its held-out tasks", "&lt;m&gt;"):
         assert words in html
-    assert f'name="b" value="{alone.name}@0" checked' in html
+    assert f'name="b" value="{alone.name}@0" checked' not in html  # there is nothing to compare it with
+    assert len(re.findall(r'name="[ab]" value="[^"]+" checked', html)) == 2
+    assert html.count('name="e"') - html.count('checked aria-label="Pick') == 1  # nor is it in the pivot table
     page = client.get("/")
-    assert page.text.count("measured on") == 3
+    assert page.text.count("Measured on") == 6  # a label and a title each
     name = next(name for name in re.findall(r'href="/run/(eval-test_sums[^"]+)"', page.text))
     assert "so there are no curves" in client.get(f"/run/{name}").text
     rows = client.get(f"/run/{name}/rollouts").text
@@ -337,6 +339,9 @@ def test_counterparts() -> None:
     assert counterpart(last, everything) is first
     assert counterpart(alone, everything) is last
     assert counterpart(other, everything) is None
+    assert pair_of(everything) == (last, alone)
+    assert pair_of([other]) == (other, other)
+    assert pair_of([]) is None
 
 
 def test_costs_are_shown_where_there_are_any(client: TestClient, tmp_path: Path) -> None:
