@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from mrl.config import OrchestratorConfig
 from mrl.logs.evaluations import Attempt, Evaluation, counterpart, pair_of
+from mrl.logs.report import report
 from mrl.store.evaluation import write_evaluation
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
@@ -57,6 +58,8 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert "nothing is recorded yet" in client.get("/").text
     assert client.get("/run/later").status_code == 404
     assert "is loading" in client.get("/run/later").text
+    assert client.get("/run/later").headers["refresh"] == "2"
+    assert "refresh" not in client.get("/run/never").headers
     write_run(tmp_path / "later", steps=1)
     assert client.get("/run/later").status_code == 200
 
@@ -324,6 +327,10 @@ def test_evaluations_on_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "so there are no curves" in client.get(f"/run/{name}").text
     rows = client.get(f"/run/{name}/rollouts").text
     assert rows.count("<tr data-href") == TASKS  # its own split, though nobody says which
+    told = report(tmp_path / name, 2)
+    assert "Measured on" in told
+    assert "Highest rewards</h2>" in told
+    assert "<figure" not in told  # one evaluation is no curve
     diff = client.get(f"/evals/diff?a={alone.name}@0&b={name}@0").text
     assert "no task in common" in diff
 
