@@ -270,7 +270,12 @@ class SimulatedActor:
 
     async def train_step(self, batch: Any) -> dict[str, float]:
         await asyncio.sleep(self.seconds)
+        self.samples = batch.samples
         return {"train/updates_skipped": 0.0}
+
+    async def trained_logprobs(self) -> list[list[float]]:
+        """As the sampler has them: the record takes one for each token."""
+        return [sample.logprobs for sample in self.samples]
 
     async def write_weights(self, folder: str, version: int, **_: Any) -> WeightRef:
         return WeightRef(version, path=folder)
