@@ -63,7 +63,7 @@ def report(run: Path, rollouts: int) -> str:
         }
         for chart in found
     ]
-    scripts = [_read("theme.js"), _read("vendor/uPlot.iife.min.js"), _read("charts.js")]
+    scripts = [_read(name) for name in ("theme.js", "vendor/uPlot.iife.min.js", "points.js", "charts.js")]
     styles = _read("vendor/uPlot.min.css") + _read("page.css")
     pairs = before_and_after(run, rollouts) if rollouts else []
     context: dict[str, Any] = {"run": row, "charts": specs, "evaluations": evaluations, "pairs": pairs, "shown": shown}
