@@ -51,7 +51,9 @@ class _Files(StaticFiles):
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = "There is nothing at this address." if error.detail == "Not Found" else error.detail
-    return site_of(request).render(request, "error.html", error.status_code, title="Not found", detail=detail)
+    answer = site_of(request).render(request, "error.html", error.status_code, title="Not found", detail=detail)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _unreadable(request: Request, error: Exception) -> Response:

@@ -18,9 +18,10 @@ from mrl.logs.evaluations import (
     VALUES,
     Evaluation,
     columns_of,
-    counterpart,
+    comparable,
     evaluations_of,
     fill,
+    pair_of,
     pivot,
 )
 from mrl.logs.site import Site, attachment, csv_file, number, site_of
@@ -37,17 +38,15 @@ def evaluations(request: Request) -> HTMLResponse:
     site = site_of(request)
     row = site.row(request) if "run" in request.path_params else None
     everything = evaluations_of([row] if row else site.catalog.rows())
-    scored = sorted(everything, key=lambda one: one.time, reverse=True)[:MOST]
-    fill(site.catalog, scored)
-    chosen = _chosen(request, scored)
+    scored = _newest(site, everything)
+    a, b = pair_of(scored) or (None, None)
+    chosen = _named(request, scored) or _comparable(scored, b)
     by, value = request.query_params.get("by", ""), request.query_params.get("value", "reward")
     value = value if value in VALUES else "reward"
     useful, tasks = columns_of(site.catalog, chosen)
     by = by if by in useful or by == "task" else (useful[0] if useful else "task")
     rows, table = pivot(chosen, by, value, tasks)
     low, high = _range(scored)
-    b = max(scored, key=lambda one: one.time, default=None)
-    a = b and (counterpart(b, scored) or scored[-1])
     return site.render(
         request, "run_evals.html" if row else "evals.html", run=row, tab="evals", evaluations=scored,
         unscored=len(everything) - len(scored), chosen=[one.id for one in chosen], columns=chosen, useful=useful, by=by,
@@ -60,8 +59,12 @@ def evaluations(request: Request) -> HTMLResponse:
 def export(request: Request) -> Response:
     """The chosen evaluations as JSON lines, CSV or a picture."""
     site = site_of(request)
-    chosen = _chosen(request, evaluations_of(site.catalog.rows()))
-    fill(site.catalog, chosen)
+    everything = evaluations_of(site.catalog.rows())
+    if chosen := _named(request, everything):
+        fill(site.catalog, chosen)
+    else:
+        scored = _newest(site, everything)
+        chosen = _comparable(scored, (pair_of(scored) or (None, None))[1])
     match request.query_params.get("format", "jsonl"):
         case "png":
             return Response(picture(chosen[:MOST]), media_type="image/png", headers=attachment("evaluations.png"))
@@ -118,20 +121,24 @@ def interval(found: Any, low: float, high: float) -> Markup:
     ).format(_said(found), round(start, 1), round(end, 1), round(mean, 1))
 
 
-def _chosen(request: Request, everything: list[Evaluation]) -> list[Evaluation]:
-    """Those named in the link; otherwise of one run its latest, of several runs the latest of each."""
-    named = request.query_params.getlist("e")
-    chosen = [one for one in everything if one.id in named]
-    if not chosen:
-        runs = {one.run for one in everything}
-        newest = sorted(everything, key=lambda one: one.time, reverse=True)
-        if len(runs) > 1:
-            seen: dict[str, Evaluation] = {}
-            for one in newest:
-                seen.setdefault(one.run, one)
-            newest = list(seen.values())
-        chosen = newest[:CHOSEN]
-    return sorted(chosen, key=lambda one: (one.run, one.step))
+def _newest(site: Site, everything: list[Evaluation]) -> list[Evaluation]:
+    """With their attempts."""
+    scored = sorted(everything, key=lambda one: one.time, reverse=True)[:MOST]
+    fill(site.catalog, scored)
+    return scored
+
+
+def _named(request: Request, everything: list[Evaluation]) -> list[Evaluation]:
+    named = set(request.query_params.getlist("e"))
+    return sorted((one for one in everything if one.id in named), key=lambda one: (one.run, one.step))
+
+
+def _comparable(scored: list[Evaluation], b: Evaluation | None) -> list[Evaluation]:
+    """Where nobody chose: what has tasks in common with `b`; of one run its latest, of several the latest of each."""
+    found = [] if b is None else comparable(b, scored)
+    if len({one.run for one in found}) > 1:
+        found = list({one.run: one for one in reversed(found)}.values())[::-1]
+    return sorted(found[:CHOSEN], key=lambda one: (one.run, one.step))
 
 
 def _range(scored: list[Evaluation]) -> tuple[float, float]:

@@ -144,10 +144,23 @@ def differences(a: Evaluation, b: Evaluation) -> list[Difference]:
 
 def counterpart(b: Evaluation, others: Iterable[Evaluation]) -> Evaluation | None:
     """What `b` is best compared with: the first evaluation of its run, else the newest of the same tasks."""
+    found = [one for one in comparable(b, others) if one is not b]
+    of_its_run = [one for one in found if one.run == b.run]
+    return min(of_its_run, key=lambda one: one.step, default=max(found, key=lambda one: one.time, default=None))
+
+
+def comparable(b: Evaluation, others: Iterable[Evaluation]) -> list[Evaluation]:
+    """Those that have a task in common with `b`, itself included."""
     tasks = set(b.by_task)
-    comparable = [one for one in others if one is not b and tasks & set(one.by_task)]
-    of_its_run = [one for one in comparable if one.run == b.run]
-    return min(of_its_run, key=lambda one: one.step, default=max(comparable, key=lambda one: one.time, default=None))
+    return [one for one in others if one is b or not tasks.isdisjoint(one.by_task)]
+
+
+def pair_of(newest_first: list[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
+    """A and B where nobody chose: the newest that there is anything to compare with, and that."""
+    for b in newest_first:
+        if (a := counterpart(b, newest_first)) is not None:
+            return a, b
+    return (newest_first[-1], newest_first[0]) if newest_first else None
 
 
 def paired(rows: Iterable[Difference]) -> Interval | None:
@@ -199,6 +212,8 @@ def pivot(
 
 def label(value: Any) -> str:
     """A column's value as the name of a row."""
+    if value is None:
+        return "–"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

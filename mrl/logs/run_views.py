@@ -98,7 +98,7 @@ def run(request: Request) -> HTMLResponse:
     trouble = [event for event in events if event["kind"] in ("warning", "error", "restart")]
     return site.render(
         request, "run.html", run=row, tab="curves", charts=drawn, names=names, last=last, trouble=trouble[-5:][::-1],
-        troubles=len(trouble), x=_known(request, "x", names), y=_known(request, "y", names),
+        troubles=len(trouble), curves=_curves(names), x=_known(request, "x", names), y=_known(request, "y", names),
     )  # fmt: skip
 
 
@@ -121,9 +121,16 @@ def series(request: Request) -> JSONResponse:
             for event in reader.events(kind)[-100:]
             if "step" in event
         ]
+        curves = _curves(all_metrics(reader))
     live = row.summary.status in ("running", "unknown")
     about = {"steps": row.summary.steps, "resumes": row.summary.resumes, "live": live, "events": marks}
+    about["curves"] = curves
     return JSONResponse({"series": found, **about}, headers={"cache-control": "no-store"})
+
+
+def _curves(names: list[str]) -> int:
+    """A page that follows a run is made again when there are more of them."""
+    return sum(len(chart.metrics) for chart in charts(names))
 
 
 def events(request: Request) -> HTMLResponse:

@@ -56,7 +56,8 @@ class Site:
     def reader(self, row: RunRow) -> Iterator[RunReader]:
         """Raises StoreError, or HTTPException 404 where nothing is recorded yet."""
         if not (row.summary.folder / DATABASE).exists():
-            raise HTTPException(404, f"{row.name} has not recorded anything yet: it is loading, or it never began.")
+            detail = f"{row.name} has not recorded anything yet: it is loading, or it never began."
+            raise HTTPException(404, detail, {"refresh": "2"})  # --live gives the link before the run has a folder
         with RunReader(row.summary.folder) as reader:
             yield reader
 

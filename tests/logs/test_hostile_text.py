@@ -172,7 +172,7 @@ def test_all_of_a_line_of_a_megabyte(client: TestClient) -> None:
 
 def test_a_report(folder: Path) -> None:
     found = report(folder, 20)
-    check(found, inline=4)  # three scripts and the data
+    check(found, inline=5)  # four scripts and the data
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', found)
     assert policy
     assert "unsafe-inline" not in policy[1].split("script-src")[1].split(";")[0]

@@ -56,7 +56,7 @@ def test_other_pages_cannot_embed_it(client: TestClient) -> None:
     assert client.get("/", headers={"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}).status_code == 200
 
 
-ODD = ("99999999999999999999999", "²", "٣", "-1", "1e9", "0x1", "\x00", "\ud800", "'; DROP TABLE steps; --", "%00", "")
+ODD = ("99999999999999999999999", "²", "-1", "\x00\ud800")
 
 
 @pytest.mark.parametrize("odd", ODD)

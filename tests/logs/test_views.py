@@ -14,7 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from mrl.config import OrchestratorConfig
-from mrl.logs.evaluations import Attempt, Evaluation, counterpart
+from mrl.logs.evaluations import Attempt, Evaluation, counterpart, pair_of
+from mrl.logs.report import report
 from mrl.store.evaluation import write_evaluation
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
@@ -57,6 +58,8 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert "nothing is recorded yet" in client.get("/").text
     assert client.get("/run/later").status_code == 404
     assert "is loading" in client.get("/run/later").text
+    assert client.get("/run/later").headers["refresh"] == "2"
+    assert "refresh" not in client.get("/run/never").headers
     write_run(tmp_path / "later", steps=1)
     assert client.get("/run/later").status_code == 200
 
@@ -315,13 +318,19 @@ def test_evaluations_on_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     html = client.get("/evals").text
     for words in ("trained@2", "test_sums", "its held-out tasks", "&lt;m&gt;"):
         assert words in html
-    assert f'name="b" value="{alone.name}@0" checked' in html
+    assert f'name="b" value="{alone.name}@0" checked' not in html  # there is nothing to compare it with
+    assert len(re.findall(r'name="[ab]" value="[^"]+" checked', html)) == 2
+    assert html.count('name="e"') - html.count('checked aria-label="Pick') == 1  # nor is it in the pivot table
     page = client.get("/")
-    assert page.text.count("measured on") == 3
+    assert page.text.count("Measured on") == 6  # a label and a title each
     name = next(name for name in re.findall(r'href="/run/(eval-test_sums[^"]+)"', page.text))
     assert "so there are no curves" in client.get(f"/run/{name}").text
     rows = client.get(f"/run/{name}/rollouts").text
     assert rows.count("<tr data-href") == TASKS  # its own split, though nobody says which
+    told = report(tmp_path / name, 2)
+    assert "Measured on" in told
+    assert "Highest rewards</h2>" in told
+    assert "<figure" not in told  # one evaluation is no curve
     diff = client.get(f"/evals/diff?a={alone.name}@0&b={name}@0").text
     assert "no task in common" in diff
 
@@ -337,6 +346,9 @@ def test_counterparts() -> None:
     assert counterpart(last, everything) is first
     assert counterpart(alone, everything) is last
     assert counterpart(other, everything) is None
+    assert pair_of(everything) == (last, alone)
+    assert pair_of([other]) == (other, other)
+    assert pair_of([]) is None
 
 
 def test_costs_are_shown_where_there_are_any(client: TestClient, tmp_path: Path) -> None:

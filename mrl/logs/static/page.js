@@ -65,6 +65,17 @@
     }
   }
 
+  // A run without curves yet: the page is made again when there are some.
+  const waiting = $("[data-wait]");
+  if (waiting) {
+    setInterval(async () => {
+      if (document.hidden) return;
+      try {
+        if ((await (await fetch(waiting.dataset.wait)).json()).curves) location.reload();
+      } catch { /* the next time */ }
+    }, 2000);
+  }
+
   // --- keys ------------------------------------------------------------------------------------------------------
   const selected = () => $("tr.selected, article.selected");
   const move = (by) => {
