@@ -275,14 +275,10 @@ class SimulatedActor:
         nothing = {"parameters": 0, "trainable_parameters": 0, "environment": {}, "notices": []}
         return {**nothing, "device": "none", "forward_dtype": "float32", "full_logits": False, "packing": False}
 
-    async def train_step(self, batch: Any) -> dict[str, float]:
+    async def learn(self, batch: Any) -> tuple[dict[str, float], list[list[float]]]:
+        """The logprobs are the sampler's: the record takes one for each token."""
         await asyncio.sleep(self.seconds)
-        self.samples = batch.samples
-        return {"train/updates_skipped": 0.0}
-
-    async def trained_logprobs(self) -> list[list[float]]:
-        """As the sampler has them: the record takes one for each token."""
-        return [sample.logprobs for sample in self.samples]
+        return {"train/updates_skipped": 0.0}, [sample.logprobs for sample in batch.samples]
 
     async def write_weights(self, folder: str, version: int, **_: Any) -> WeightRef:
         return WeightRef(version, path=folder)

@@ -181,6 +181,10 @@ class ActorWorker:
         finally:
             self.mismatch_probe.end()
 
+    def learn(self, batch: TrainBatch) -> tuple[dict[str, float], list[list[float]]]:
+        """`train_step`, with `trained_logprobs` in its answer: another call to another machine would take its time."""
+        return self.train_step(batch), self.trained_logprobs()
+
     def trained_logprobs(self) -> list[list[float]]:
         """Of the last step's samples, in their order: the policy's logprobs before the step's updates, 0 where the
         policy did not sample; [] for a step without samples."""

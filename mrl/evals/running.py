@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,8 +27,7 @@ from mrl.rewards.combine import held_out, mean_metrics
 from mrl.rewards.combine import score_rows as score_requests
 from mrl.rewards.evaluation import EvaluationReward
 from mrl.rollouts.runner import Runner, close_source, start_source
-from mrl.store.find import runs_root
-from mrl.store.run import RunStore
+from mrl.store.evaluation import write_evaluation
 from mrl.types import Group, Task, derive_seed
 from mrl.workers.scoring import TrainerState, score_groups
 
@@ -288,22 +286,13 @@ class _Here:
 
 def write_record(report: TestReport, target: Target, groups: list[Group]) -> Path:
     """Its rollouts and numbers as a run of their own, and its rows beside them. Raises ConfigError, StoreError."""
-    folder = _free(runs_root() / f"eval-{report.test}-{datetime.now():%Y%m%d-%H%M%S}")
-    config = target.config
-    metrics = rollout_metrics(groups, config, "eval") | report.logged
+    metrics = rollout_metrics(groups, target.config, "eval") | report.logged
     if report.found.score is not None:
         metrics["eval/score"] = report.found.score
     if report.found.standard_error is not None:
         metrics["eval/standard_error"] = report.found.standard_error
-    store = RunStore(folder, config)
-    try:
-        store.write_eval(0, metrics, groups)
-        store.event(
-            "evaluation", f"{report.test} of {report.model}", experiment=report.experiment, passed=report.passed
-        )
-        store.finish("finished")
-    finally:
-        store.close()
+    about = {"experiment": report.experiment, "passed": report.passed}
+    folder = write_evaluation(target.config, metrics, groups, of=report.test, model=report.model, **about)
     write_rows(folder / ROWS, report.done)
     return folder
 
@@ -312,11 +301,6 @@ def write_rows(path: Path, rows: Sequence[EvaluationRow]) -> None:
     """One line of JSON each."""
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(row.model_dump_json() + "\n" for row in rows)
-
-
-def _free(folder: Path) -> Path:
-    names = (folder.with_name(f"{folder.name}{'' if n == 1 else f'-{n}'}") for n in range(1, 1000))
-    return next(one for one in names if not one.exists())
 
 
 def _reason(row: EvaluationRow) -> str:

@@ -54,7 +54,7 @@ def report(run: Path, rollouts: int) -> str:
         marks = [{name: event.get(name) for name in ("step", "kind", "message")} for event in events if "step" in event]
         data = {name: {"series": points(reader, [*wanted, *spreads]), "events": marks, "resumes": 0, "live": False}}
         shown = _rollouts(reader, rollouts)
-    evaluations = evaluations_of(catalog, [row])[-EVALUATIONS:]
+    evaluations = evaluations_of([row])[-EVALUATIONS:]
     fill(catalog, evaluations)
     specs = [
         {

@@ -31,7 +31,12 @@ PHONE = {"width": 390, "height": 844}
 PHONE_PATHS = (
     *("/", "/run/first", "/run/first/rollouts", "/run/first/rollout/30", "/run/first/rollout/30?view=tokens"),
     *("/run/first/group/train/3/0", "/run/first/events", "/run/first/config", "/run/first/tasks", "/run/first/evals"),
-    *("/evals", "/evals/diff?a=first@4&b=first@8", "/compare?run=first"),
+    *(
+        "/evals",
+        "/evals/diff?a=first@4&b=first@8",
+        "/evals/diff/task?a=first@4&b=first@8&task=task/1",
+        "/compare?run=first",
+    ),
 )
 
 
@@ -164,6 +169,8 @@ def rows_are(rows: Any, count: int) -> None:
 
 
 def test_rollouts_are_filtered_without_a_reload(page: Any) -> None:
+    from playwright.sync_api import expect
+
     page.goto("/run/first/rollouts")
     page.evaluate("window.kept = true")
     page.locator("[name=status]").select_option("failed")
@@ -173,6 +180,14 @@ def test_rollouts_are_filtered_without_a_reload(page: Any) -> None:
     assert "SandboxError" in page.locator("tr[data-href]").inner_text()
     page.locator("[name=status]").select_option("")
     page.locator("#text").press_sequentially("answer 12.")
+    rows_are(rows, 12)
+    assert page.locator("#matches").inner_text() == "12 of 144 rollouts have"
+    page.locator("#text").fill("print")
+    expect(page.locator("#matches")).to_have_text("144 of 144 rollouts have")  # a page, and the rest counted
+    rows_are(rows, 50)
+    page.locator("tr.more").click()
+    rows_are(rows, 100)
+    page.locator("#text").fill("answer 12.")
     rows_are(rows, 12)
     assert page.evaluate("window.kept")
     page.reload()
@@ -202,6 +217,14 @@ def test_comparing_and_evaluations(page: Any) -> None:
     page.locator(".tally a", has_text="fixed").click()
     page.wait_for_url(re.compile("change=fixed"))
     assert set(page.locator("td .change").all_inner_texts()) == {"▲ fixed"}
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("/evals/diff/task"))
+    left, right = (box.bounding_box() for box in page.locator("article.attempt").all())
+    assert left["y"] == right["y"]
+    assert left["x"] + left["width"] <= right["x"]  # side by side
+    page.keyboard.press("g")
+    page.wait_for_url(re.compile("/evals/diff[?]"))
     page.goto("/evals")
     page.locator("[name=by]").select_option("task")
     page.wait_for_url(re.compile("by=task"))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mrl.loop.on_modal import RunOnModal
 from mrl.store.run import read_rows
 from tests import small_runs
 from tests.conftest import build_model
+from tests.modal_account import account
 from tests.rollouts.calling_model import build_calling_model
 from tests.rollouts.openenv.test_openenv_runs import options as guessing
 from tests.small_runs import same_weights
@@ -42,6 +43,17 @@ class Bomb:
         return eval, ("__import__('os').kill(__import__('os').getpid(), 9)",)
 
 
+class Fuse:
+    """Whoever reads what came of it in another process ends that process's container."""
+
+    def __init__(self, lit: bool = False) -> None:
+        self.lit = lit
+
+    def __reduce__(self) -> Any:
+        end = "(__import__('os').kill(__import__('os').getppid(), 9), __import__('time').sleep(60))"
+        return (eval, (end,)) if self.lit else (Fuse, (True,))
+
+
 def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To rounding, with the loop and the reward here. A rollout worker's container dies while it generates and another
     one's while it loads weights, then the actor's."""
@@ -49,7 +61,7 @@ def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch
     options = {"num_rollout_workers": 2, "max_steps": 3}
     small_runs.run(model, tmp_path / "one", **options)
     call, calls, bombs = RemoteHandle.call, list[tuple[str, str]](), []
-    deaths = [("rollout-0", "generate", 1), ("rollout-1", "update_weights", 2), ("actor", "train_step", 3)]
+    deaths = [("rollout-0", "generate", 1), ("rollout-1", "update_weights", 2), ("actor", "learn", 3)]
 
     async def deadly(self: RemoteHandle, method: str, *args: Any, **kwargs: Any) -> Any:
         calls.append((self.name, method))
@@ -226,8 +238,46 @@ def test_ranks_in_one_container(tmp_path: Path) -> None:
     model = str(build_model(tmp_path / "model"))
     small_runs.run(model, tmp_path / "one", max_steps=2)
     small_runs.run(model, tmp_path / "two", **{**ON_CPU, "actor_gpu": "cpu:2"}, max_steps=2)
-    one, two = (
-        [row for row in read_rows(tmp_path / name, "metrics") if "train/loss" in row] for name in ("one", "two")
-    )
+    same_training(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.fixture
+def modal_clusters(modal_account: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An account of its own, which has clusters."""
+    from modal.client import _Client
+
+    (tmp_path / "account").mkdir()
+    with account(tmp_path / "account", ROOT / "tests" / "modal_clusters.py") as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        _Client._set_env_client(None)  # it has the account of other tests
+        yield
+        _Client._set_env_client(None)
+
+
+@pytest.mark.usefixtures("modal_clusters")
+def test_ranks_in_two_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster, whose second container dies: the actor goes on from its checkpoint in another one."""
+    options = {"actor_gpu": "cpu:2", "backend_options": {**ONE_THREAD, "actor_nodes": 2}, "max_steps": 2}
+    model = str(build_model(tmp_path / "model"))
+    small_runs.run(model, tmp_path / "one", max_steps=2)
+    call, steps = RemoteHandle.call, list[str]()
+
+    async def dying(self: RemoteHandle, method: str, *args: Any, **kwargs: Any) -> Any:
+        if (self.name, method) == ("actor-1", "learn"):
+            steps.append(self.name)
+            args = (Fuse(),) if len(steps) == 2 else args
+        return await call(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(RemoteHandle, "call", dying)
+    result = small_runs.run(model, tmp_path / "two", **{**ON_CPU, **options})
+    assert result.status == "finished"
+    assert [row["kind"] for row in read_rows(tmp_path / "two", "events")].count("restart") == 1
+    same_training(tmp_path / "one", tmp_path / "two")
+
+
+def same_training(one: Path, two: Path) -> None:
+    """To what the ranks' order of adding leaves."""
+    first, second = ([row for row in read_rows(path, "metrics") if "train/loss" in row] for path in (one, two))
     for metric in ("train/loss", "train/grad_norm", "train/tokens", "reward/mean"):
-        assert [row[metric] for row in two] == pytest.approx([row[metric] for row in one], abs=2e-5), metric
+        assert [row[metric] for row in second] == pytest.approx([row[metric] for row in first], abs=2e-5), metric

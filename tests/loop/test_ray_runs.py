@@ -47,7 +47,7 @@ def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch
         ("rollout-0", "generate", 1),
         ("rollout-1", "update_weights", 2),
         ("reward-0", "score", 2),
-        ("actor", "train_step", 3),
+        ("actor", "learn", 3),
     ]
 
     async def deadly(self: RayHandle, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch
     result = small_runs.run(model, tmp_path / "apart", backend="ray", backend_options=APART, **options)
     assert all(calls.count((name, method)) > number for name, method, number in deaths)
     (restart,) = [row for row in read_rows(tmp_path / "apart", "events") if row["kind"] == "restart"]
-    assert "actor: its process died during train_step()" in restart["message"]
+    assert "actor: its process died during learn()" in restart["message"]
     assert result.checkpoint == tmp_path / "apart" / "checkpoints" / "step-3"
     assert not Checkpoint(result.checkpoint, 3).problems()
     one, apart = (record_of(tmp_path / name, "sync/") for name in ("one", "apart"))
