@@ -28,7 +28,7 @@ from tests.rollouts.calling_model import build_calling_model
 from tests.rollouts.openenv.test_openenv_runs import options as guessing
 from tests.small_runs import same_weights
 
-pytestmark = [pytest.mark.modal, pytest.mark.usefixtures("modal_account")]
+pytestmark = [pytest.mark.modal, pytest.mark.usefixtures("modal_account"), pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 ONE_THREAD = {"env": {"OMP_NUM_THREADS": "1"}}
@@ -81,7 +81,6 @@ def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch
     assert kinds.count("restart") == 1
 
 
-@pytest.mark.timeout(600)  # seven commands, ten containers
 def test_modal_run_of_the_example(tmp_path: Path, modal_variables: dict[str, str]) -> None:
     """The command, judged code, two rollout workers, the loop there. Detached, it goes on when the command is killed;
     the same command then brings what it has done. Then what the Volume holds, and one prompt."""
