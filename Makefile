@@ -67,8 +67,8 @@ $(VLLM_VENV)/.installed: pyproject.toml
 
 $(EP_VENV)/.installed: pyproject.toml
 	test -d $(EP_VENV) || $(PYTHON) -m venv $(EP_VENV)
-	$(EP_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[eval-protocol]' pytest pytest-asyncio \
-		pytest-timeout pytest-xdist hypothesis
+	$(EP_VENV)/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[eval-protocol]' \
+		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

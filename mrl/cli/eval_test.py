@@ -84,11 +84,14 @@ def evaluate_test(argv: list[str]) -> int:
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output: {output} cannot be written; name a file in a folder that is there")
 
-    from mrl.evals.running import write_rows
+    from mrl.evals.report import write_rows
     from mrl.evaltests.find import find_test, find_tests, split_name
 
     where, name = split_name(own["test"])
-    tests = [find_test(own["test"])] if name else list(find_tests(where).values())
+    try:
+        tests = [find_test(own["test"])] if name else list(find_tests(where).values())
+    except ConfigError as error:  # there is no such flag here
+        raise ConfigError(str(error).removeprefix("evaluation_test: ")) from error
     if not tests:
         raise ConfigError(f"{where} has no function with @evaluation_test")
     reports = [

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mrl.evals.bridge.openenv import create_openenv_vllm_rollout_func
-    from mrl.evals.running import TestReport, run_test
+    from mrl.evals.report import TestReport
+    from mrl.evals.running import run_test
     from mrl.evaltests.loaders import (
         DataLoaderResult,
         DynamicDataLoader,
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "mrl.evals.bridge.openenv": ("create_openenv_vllm_rollout_func",),
-    "mrl.evals.running": ("TestReport", "run_test"),
+    "mrl.evals.report": ("TestReport",),
+    "mrl.evals.running": ("run_test",),
     "mrl.evaltests.loaders": (
         *("DataLoaderResult", "DynamicDataLoader", "EvaluationDataLoader", "EvaluationRowJsonlDataLoader"),
         *("InlineDataLoader", "default_dataset_adapter"),

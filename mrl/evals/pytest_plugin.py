@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from mrl.evals.running import TestReport
+    from mrl.evals.report import TestReport
     from mrl.evaltests.test import EvaluationTest
 
 TESTS = "mrl.evaltests.test"

@@ -4,87 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from mrl.evals.aggregate import Aggregate, aggregate, metric_means, passes
-from mrl.evals.stats import Interval
+from mrl.evals.aggregate import aggregate, metric_means, passes
+from mrl.evals.episode import Episodes
+from mrl.evals.report import TestReport, raised, reason, write_record
 from mrl.evals.targets import Target, Targets
 from mrl.evaltests.carried import RESULT, row_of_rollout, tasks_of
-from mrl.evaltests.results import EvaluateResult, EvaluationThreshold
+from mrl.evaltests.results import EvaluateResult
 from mrl.evaltests.rows import EvalMetadata, EvaluationRow, new_id
 from mrl.evaltests.scoring import mark_finished
 from mrl.evaltests.status import Status
 from mrl.evaltests.test import EvaluationTest, Experiment
-from mrl.experience.metrics import rollout_metrics
+from mrl.processors.base import RolloutProcessorConfig, SourceProcessor
 from mrl.processors.single_turn import NoOpRolloutProcessor
 from mrl.processors.source import EvaluationSource, processor_of
 from mrl.rewards.base import RewardReport, RewardRequest
 from mrl.rewards.combine import held_out, mean_metrics
 from mrl.rewards.combine import score_rows as score_requests
 from mrl.rewards.evaluation import EvaluationReward
+from mrl.rollouts import MessagePolicy
 from mrl.rollouts.runner import Runner, close_source, start_source
-from mrl.store.evaluation import write_evaluation
 from mrl.types import Group, Task, derive_seed
 from mrl.workers.scoring import TrainerState, score_groups
 
-ROWS = "rows.jsonl"
-"""In the folder of an evaluation: its rows, as Eval Protocol reads them."""
 Note = Callable[[str], None]
 Progress = Callable[[int, int], None]
-
-
-@dataclass
-class TestReport:
-    """What an experiment of a test came to, for one model."""
-
-    __test__ = False
-
-    test: str
-    experiment: str
-    """Which combination of its parameters; "" where there is one."""
-    model: str
-    mode: str
-    rows: int
-    runs: int
-    """Attempts at each row."""
-    found: Aggregate
-    method: str
-    threshold: EvaluationThreshold | None
-    passed: bool | None
-    """None = no threshold."""
-    metrics: dict[str, Interval]
-    unscored: int
-    """Attempts without a valid score: they are in no mean."""
-    unscored_because: str | None
-    """What the first of them says."""
-    errors: int
-    """Of these, how many are the test's own: its function raised."""
-    seconds: float
-    run_dir: Path | None
-    logged: dict[str, float] = field(default_factory=dict)
-    done: list[EvaluationRow] = field(default_factory=list, repr=False)
-    """All of them, run by run."""
-    confidence: float = 0.95
-
-    @property
-    def failure(self) -> str | None:
-        """Why the test fails, in a sentence; None = it does not."""
-        if self.errors:
-            return f"{self.errors} of {len(self.done)} rows: the test raised an exception; {self.unscored_because}"
-        if self.found.score is None:
-            return f"no attempt could be scored; the first says: {self.unscored_because}"
-        if self.passed is False and self.threshold is not None:
-            if self.found.score < self.threshold.success:
-                return f"the score {self.found.score:.3f} is below the threshold {self.threshold.success:g}"
-            return (
-                f"the standard error {self.found.standard_error:.3f} is above the threshold "
-                f"{self.threshold.standard_error:g}"
-            )
-        return None
 
 
 async def run_test(
@@ -153,12 +100,23 @@ class _Run:
 
         for params in self.experiment.completion_params:
             asks = not isinstance(processor_of(self.test), NoOpRolloutProcessor)
-            target = await self.targets.of(params, self.params.steps) if asks else self.targets.nobody(params)
+            target = await self._target(params) if asks else self.targets.nobody(params)
             found.append((target, await self._attempted(tasks, target, note, finished)))
         await self._score_the_rest([groups for _, groups in found])
         seconds = perf_counter() - start
         logged = held_out(mean_metrics(self.logged))
         return [self._report(target, groups, seconds, logged, record) for target, groups in found]
+
+    async def _target(self, params: dict[str, Any]) -> Target:
+        """Who is asked. An endpoint that a processor of somebody's own asks, or does not, is not looked at before."""
+        processor = processor_of(self.test)
+        own = getattr(processor, "policy_factory", None)
+        target = await self.targets.of(
+            params, self.params.steps, check=own is None and isinstance(processor, SourceProcessor)
+        )
+        if own is not None and self.targets.model is None and isinstance(target.policy, MessagePolicy):
+            target.policy = processor.policy(RolloutProcessorConfig(target.params))
+        return target
 
     async def _attempted(
         self, tasks: list[Task], target: Target, note: Note, finished: Callable[[Group], None]
@@ -211,7 +169,8 @@ class _Run:
     def _report(
         self, target: Target, groups: list[Group], seconds: float, logged: dict[str, float], record: bool
     ) -> TestReport:
-        runs = [[self._row(group, run, seconds) for group in groups] for run in range(self.runs)]
+        episodes = Episodes(target.setup.tokenizer)
+        runs = [[self._row(group, run, seconds, episodes) for group in groups] for run in range(self.runs)]
         found = aggregate(runs, self.params.aggregation_method, self.confidence)
         passed = passes(found, self.params.passed_threshold)
         rows = [row for run in runs for row in run]
@@ -222,7 +181,7 @@ class _Run:
             row.evaluation_result.agg_score, row.evaluation_result.standard_error = found.score, found.standard_error
             mark_finished(row)
         invalid = [row for row in rows if row.evaluation_result and not row.evaluation_result.is_score_valid]
-        raised = os.environ.get("EP_RAISE_EVAL_EXCEPTIONS", "true").strip() != "false"
+        fails = os.environ.get("EP_RAISE_EVAL_EXCEPTIONS", "true").strip() != "false"
         report = TestReport(
             test=self.test.name,
             experiment=self.experiment.name,
@@ -236,8 +195,8 @@ class _Run:
             passed=passed,
             metrics=metric_means(rows, self.confidence),
             unscored=len(invalid),
-            unscored_because=_reason(invalid[0]) if invalid else None,
-            errors=sum(_raised(row) for row in invalid) if raised else 0,
+            unscored_because=reason(invalid[0]) if invalid else None,
+            errors=sum(raised(row) for row in invalid) if fails else 0,
             seconds=seconds,
             run_dir=None,
             logged=logged,
@@ -248,7 +207,7 @@ class _Run:
             report.run_dir = write_record(report, target, groups)
         return report
 
-    def _row(self, group: Group, run: int, seconds: float) -> EvaluationRow:
+    def _row(self, group: Group, run: int, seconds: float, episodes: Episodes) -> EvaluationRow:
         rollout = group.rollouts[run]
         row = row_of_rollout(group.task, rollout)
         result = rollout.extra.get(RESULT)
@@ -257,6 +216,8 @@ class _Run:
             if result is not None
             else EvaluateResult(score=0.0, is_score_valid=False, error=rollout.error, reason=rollout.error)
         )
+        if (episode := episodes.of(rollout)) is not None:
+            row.execution_metadata.extra = (row.execution_metadata.extra or {}) | {"full_episode": episode}
         row.execution_metadata.run_id = self.run_ids[run]
         row.execution_metadata.invocation_id = self.ids["invocation_id"]
         row.execution_metadata.experiment_id = self.ids["experiment_id"]
@@ -282,33 +243,3 @@ class _Here:
 
     async def score(self, requests: list[RewardRequest], state: Any) -> RewardReport:
         return await score_requests([self.reward], requests, timeout=None, trainer_state=vars(state))
-
-
-def write_record(report: TestReport, target: Target, groups: list[Group]) -> Path:
-    """Its rollouts and numbers as a run of their own, and its rows beside them. Raises ConfigError, StoreError."""
-    metrics = rollout_metrics(groups, target.config, "eval") | report.logged
-    if report.found.score is not None:
-        metrics["eval/score"] = report.found.score
-    if report.found.standard_error is not None:
-        metrics["eval/standard_error"] = report.found.standard_error
-    about = {"experiment": report.experiment, "passed": report.passed}
-    folder = write_evaluation(target.config, metrics, groups, of=report.test, model=report.model, **about)
-    write_rows(folder / ROWS, report.done)
-    return folder
-
-
-def write_rows(path: Path, rows: Sequence[EvaluationRow]) -> None:
-    """One line of JSON each."""
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(row.model_dump_json() + "\n" for row in rows)
-
-
-def _reason(row: EvaluationRow) -> str:
-    result = row.evaluation_result
-    return str((result and (result.error or result.reason)) or "it does not say why")
-
-
-def _raised(row: EvaluationRow) -> bool:
-    """Whether the test's function did, rather than the rollout failed or the test said that it cannot tell."""
-    result = row.evaluation_result
-    return result is not None and (result.reason or "").startswith("Error during evaluation: ")

@@ -10,7 +10,7 @@ from mrl.system.units import plural
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mrl.evals.running import TestReport
+    from mrl.evals.report import TestReport
     from mrl.evals.stats import Interval
 
 

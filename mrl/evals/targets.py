@@ -24,6 +24,8 @@ from mrl.rollouts.prompts import PromptEncoder
 from mrl.system.threads import in_thread
 from mrl.types import SamplingParams
 
+KEY = "OPENAI_API_KEY"
+"""The environment variable with the key of an endpoint that is no known provider's."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
 
 
@@ -50,8 +52,9 @@ class Targets:
         self._local: dict[str, tuple[PolicyClient, SourceSetup, OrchestratorConfig]] = {}
         self._endpoints: list[Endpoint] = []
 
-    async def of(self, params: dict[str, Any], steps: int) -> Target:
-        """The policy for these completion_params. Raises ConfigError, ModelError, EngineError."""
+    async def of(self, params: dict[str, Any], steps: int, *, check: bool = True) -> Target:
+        """The policy for these completion_params. check: whether an endpoint answers. Raises ConfigError, ModelError,
+        EngineError."""
         params = params | {name: self.options[name] for name in SAMPLING if self.options.get(name) is not None}
         if "max_tokens" in self.options:
             params.pop("max_completion_tokens", None)
@@ -61,10 +64,10 @@ class Targets:
                 "nothing says which model to evaluate: give --model, or the test's completion_params a model"
             )
         if is_address(name):
-            served = params.get("model") or self.options.get("vllm_model_name") or await served_model(name)
-            return self._endpoint(params | {"model": served, "base_url": name}, steps)
+            served = self.options.get("vllm_model_name") or await served_model(name, params.get("model"))
+            return await self._endpoint(params | {"model": served, "base_url": name}, steps, check, served)
         if self.model is None and asks_endpoint(params):
-            return self._endpoint(params, steps)
+            return await self._endpoint(params, steps, check)
         policy, setup, config = await self._opened(name)
         params = {**params, "model": name}
         params.pop("base_url", None)
@@ -91,9 +94,13 @@ class Targets:
 
     # --- inner ------------------------------------------------------------------------------------------------------
 
-    def _endpoint(self, params: dict[str, Any], steps: int) -> Target:
+    async def _endpoint(self, params: dict[str, Any], steps: int, check: bool, served: str | None = None) -> Target:
+        """served: the model's name there, as it is; else one that may begin with a provider's."""
         endpoint = Endpoint.of(params)
+        endpoint.model = served or endpoint.model
         self._endpoints.append(endpoint)
+        if check:
+            await endpoint.check()
         given = {name: value for name, value in self.options.items() if name != "dataset_name"}
         config = OrchestratorConfig.from_flat(**given | {"model": endpoint.model})
         setup = endpoint_setup(sampling_of(params), self._limits(config, params, steps), params.get("system_prompt"))
@@ -144,21 +151,36 @@ def asks_endpoint(params: dict[str, Any]) -> bool:
     return named or any(os.environ.get(name) for name in ADDRESSES)
 
 
-async def served_model(address: str) -> str:
-    """The only model at an address. Raises ConfigError where there are several, or none that it says."""
-    url = f"{address.rstrip('/')}/models"
+async def served_model(address: str, wanted: str | None) -> str:
+    """The model that is asked at an address: the one that a test names, if it is there, else the only one.
+
+    Raises ConfigError where that is none.
+    """
+    url, key = f"{address.rstrip('/')}/models", os.environ.get(KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    provider, slash, rest = (wanted or "").partition("/")
+    meant = rest if slash and provider in PROVIDERS else wanted
     try:
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with httpx.AsyncClient(timeout=30, headers=headers) as client:
             answer = await client.get(url)
+            if answer.status_code == 401:
+                said = "refuses the key" if key else "needs a key"
+                raise ConfigError(f"{address} {said}: put one into the environment variable {KEY}")
             answer.raise_for_status()
             names = [str(one["id"]) for one in answer.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        if meant and not isinstance(error, httpx.ConnectError):
+            return meant
         raise ConfigError(
-            f"--model {address}: {url} does not say which models it has ({type(error).__name__}: {error}); give "
-            "--vllm-model-name, or the test's completion_params a model"
+            f"--model {address}: {url} does not say which models it has ({type(error).__name__}: {error}); is it the "
+            "right address? else give the option vllm_model_name, or the test's completion_params a model"
         ) from None
+    if found := next((one for one in (wanted, meant) if one in names), None):
+        return found
     if len(names) != 1:
+        also = f", and no {meant}" if meant else ""
         raise ConfigError(
-            f"--model {address}: it has {len(names)} models ({', '.join(names[:5])}); say which with --vllm-model-name"
+            f"--model {address}: it has {len(names)} models ({', '.join(names[:5])}){also}; say which with the option "
+            "vllm_model_name"
         )
     return names[0]

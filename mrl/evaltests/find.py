@@ -9,18 +9,26 @@ import importlib
 import importlib.util
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.evaltests.foreign import adopted, is_foreign
+from mrl.evaltests.parameters import Parameters
 from mrl.evaltests.test import EvaluationTest, name_of
 
+_OWN = "_mrl_eval_"
+"""What the modules begin with that files are loaded as."""
 
-def find_test(given: Any) -> EvaluationTest:
+
+def find_test(given: Any, folder: str | None = None) -> EvaluationTest:
     """The test that is meant: `tests.my_eval`, `my_eval.py`, `my_eval.py:name`, `my_eval.py::name`, or the decorated
-    function. Raises ConfigError where there is none, or several and no name."""
+    function. folder: where modules are looked for first. Raises ConfigError where there is none, or several and no
+    name."""
+    if folder is not None and folder not in sys.path:
+        sys.path.insert(0, folder)
     if not isinstance(given, str | os.PathLike):
         if (test := as_test(given)) is None:
             raise ConfigError(f"evaluation_test: {given!r:.80} is no function with @evaluation_test")
@@ -52,17 +60,61 @@ def as_test(value: Any) -> EvaluationTest | None:
     return adopted(value) if is_foreign(value) else None
 
 
-def name_for_others(given: Any) -> str | None:
-    """What another process finds a test by; None where it cannot."""
+@dataclass(frozen=True)
+class Place:
+    """Where on this machine a test is written down."""
+
+    file: Path
+    root: Path
+    """What the file imports begins here: its folder; of a module with a dotted name, the folder of its package."""
+    module: str | None
+    """Its dotted name; None = it is found as a file."""
+    name: str
+    """Of the test in it; "" = it has one."""
+
+    def elsewhere(self, file: str) -> dict[str, str]:
+        """What finds it where a copy is `file`: arguments of `find_test`."""
+        colon = f":{self.name}" if self.name else ""
+        if self.module is None:
+            return {"given": f"{file}{colon}"}
+        return {
+            "given": f"{self.module}{colon}",
+            "folder": file.removesuffix(str(self.file.relative_to(self.root))) or "/",
+        }
+
+
+def place_of(given: Any) -> Place | None:
+    """None for an installed module, which is there wherever it is installed, and for a function of the program itself.
+
+    Raises ConfigError.
+    """
     if not isinstance(given, str | os.PathLike):
-        return name_of(find_test(given))
+        test = find_test(given)
+        named = name_of(test)
+        if named is None or _of_program(test):
+            return None
+        module = test.function.__module__
+        given = named if module.startswith(_OWN) else f"{module}:{test.name}"
     where, name = split_name(str(given))
-    place = str(Path(where).expanduser().resolve()) if where.endswith(".py") else where
-    return f"{place}:{name}" if name else place
+    if where.endswith(".py"):
+        file = Path(where).expanduser().resolve()
+        return Place(file, file.parent, None, name)
+    found = load_module(where).__file__
+    if found is None or {"site-packages", "dist-packages"} & set(Path(found).parts):
+        return None
+    file = Path(found).resolve()
+    parts = where.split(".")
+    above = parts if file.name == "__init__.py" else parts[:-1]
+    return Place(file, file.parents[len(above)], where, name)
 
 
 def _pickled(test: EvaluationTest) -> tuple[Any, ...]:
-    """By its name, found again where it is needed."""
+    """By its name, found again where it is needed; one of the program itself, which is not run a second time, as far as
+    it scores."""
+    if _of_program(test):
+        kept = ("mode", "max_concurrent_evaluations", "evaluation_test_kwargs")
+        scoring = Parameters(input_rows=[[]], **{name: getattr(test.params, name) for name in kept})
+        return EvaluationTest, (test.function, scoring, test.convert)
     name = name_of(test)
     if name is None:
         raise ConfigError(
@@ -73,6 +125,10 @@ def _pickled(test: EvaluationTest) -> tuple[Any, ...]:
 
 
 copyreg.pickle(EvaluationTest, _pickled)
+
+
+def _of_program(test: EvaluationTest) -> bool:
+    return getattr(test.function, "__module__", None) == "__main__"
 
 
 def split_name(given: str) -> tuple[str, str]:
@@ -109,7 +165,7 @@ def _from_file(path: Path) -> ModuleType:
 
 @functools.cache
 def _loaded(path: Path) -> ModuleType:
-    name = f"_mrl_eval_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    name = f"{_OWN}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

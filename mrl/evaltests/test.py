@@ -151,8 +151,16 @@ class EvaluationTest:
         for name in names:
             left = None if params.max_dataset_rows is None else params.max_dataset_rows - len(found)
             if left != 0:
-                found += read_dataset(name, left)
+                found += read_dataset(self._beside(name), left)
         return adapted(found, adapter, f"{self.name}: {', '.join(names)}")
+
+    def _beside(self, name: str) -> str:
+        """A dataset's file is looked for in the current folder, and then in that of the test."""
+        file = getattr(sys.modules.get(self.function.__module__), "__file__", None)
+        if file is None or Path(name).expanduser().exists():
+            return name
+        beside = Path(file).resolve().parent / name
+        return str(beside) if beside.is_file() else name
 
     def _copied(self, rows: Any) -> Rows:
         return [row.model_copy(deep=True) for row in self.convert.from_its(list(rows))]

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from mrl.backends.code import put_code
 from mrl.backends.modal.backend import ModalBackend
 from mrl.backends.modal.host import bring_files
 from mrl.backends.modal.link import patiently
@@ -25,6 +26,7 @@ from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere, step_
 from mrl.backends.modal.writer import Writer, this_process
 from mrl.config import OrchestratorConfig, flat_fields
 from mrl.errors import ConfigError, StoreError, TrainingError
+from mrl.evaltests.find import place_of
 from mrl.loop.cost import check_cost
 from mrl.loop.elsewhere import MakeRun
 from mrl.loop.recorded_run import RecordedRun, RunResult
@@ -38,8 +40,12 @@ from mrl.system import shared_disk
 from mrl.system.interrupts import end_process
 from mrl.system.threads import in_thread
 
-PATHS = ("model", "dataset_name", "eval_dataset", "rollout_func", "rollout_options", "tools", "environment_factory")
-"""Options that may name files of this machine."""
+FOLDERS = ("model", "dataset_name", "eval_dataset")
+PATHS = (
+    *FOLDERS,
+    *("rollout_func", "rollout_options", "tools", "environment_factory", "evaluation_test", "reward_funcs"),
+)
+"""Options that may name files of this machine; the first ones folders too."""
 MIRROR_SECONDS = 10.0
 RUNS = "/root/mrl-runs"
 _WRITTEN_THERE = ("checkpoints", "weights")
@@ -136,9 +142,10 @@ class RunOnModal:
     async def _as_there(self, backend: ModalBackend) -> OrchestratorConfig:
         """The configuration with the files it names sent to the Volume."""
         config = self.config.model_copy(deep=True)
+        _test_as_file(config)
         for name in PATHS:
             section = getattr(config, flat_fields()[name][0])
-            value = await self._sent(backend, getattr(section, name), folders=name in PATHS[:3])
+            value = await self._sent(backend, getattr(section, name), folders=name in FOLDERS)
             setattr(section, name, value)
         scores = config.trl.mode != "simple" or config.reward.reward_funcs is not None  # not all of TRL's trainers do
         if scores and config.reward.sandbox == "auto":
@@ -160,9 +167,24 @@ class RunOnModal:
         where, function = split_file(value) or (Path(value).expanduser(), None)
         if not (where.is_file() or (folders and function is None and where.is_dir())):
             return value
-        there = await backend.put(where)
+        there = await (put_code(backend, where) if where.suffix == ".py" else backend.put(where))
         self._names[there] = value if function is None else value.rpartition(":")[0]
         return there if function is None else f"{there}:{function}"
+
+
+def _test_as_file(config: OrchestratorConfig) -> None:
+    """Name the evaluation test by its file, which can be sent. Raises ConfigError where it has none."""
+    if (test := config.rollout.evaluation_test) is None:
+        return
+    place = place_of(test)
+    if place is None or place.module is not None:
+        raise ConfigError(
+            f"evaluation_test: {test!r:.80} is no file, which is what is sent to a loop at Modal; name it file.py:name,"
+            " or leave the loop here (backend_options: {loop: here})"
+        )
+    named = f"{place.file}:{place.name}" if place.name else str(place.file)
+    config.rollout.evaluation_test = named
+    config.reward.reward_funcs = {"evaluation_test": {"test": named}}
 
 
 @dataclass

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from mrl.backends import BACKENDS, Backend, Resources, check_backend, make_backend
+from mrl.backends.code import put_code
 from mrl.backends.torchrun import world_size
 from mrl.config import OrchestratorConfig
 from mrl.config.running import type_and_number
 from mrl.errors import ConfigError
 from mrl.models import base_of_adapter, resolve_model
 from mrl.rewards import REWARDS
-from mrl.rewards.functions import reward_paths, split_file
+from mrl.rewards.functions import reward_code, reward_paths, split_file
 from mrl.rewards.spec import names_model, with_options
 from mrl.store.find import find_run
 
@@ -153,14 +154,17 @@ async def rewards_for(backend: Backend, specs: Any) -> Any:
         name, options = named
         paths = [option for option in reward_paths(name) if isinstance(options.get(option), str)]
         here = {option: path for option in paths if (path := _local(options[option])) is not None}
-        return {await rewards_for(backend, name): options | {k: await backend.put(v) for k, v in here.items()}}
+        sent: dict[str, Any] = {option: await backend.put(path) for option, path in here.items()}
+        if not backend.shares_memory and (code := reward_code(name, options)) is not None:
+            sent |= code.elsewhere(await put_code(backend, code.file, code.root))
+        return {await rewards_for(backend, name): options | sent}
     if not isinstance(specs, str):
         return specs
     found = split_file(specs)
     if found is None:
         folder = None if specs in REWARDS.names() else _local(specs)
         return specs if folder is None else await backend.put(folder)
-    return f"{await backend.put(found[0])}:{found[1]}" if found[0].is_file() else specs
+    return f"{await put_code(backend, found[0])}:{found[1]}" if found[0].is_file() else specs
 
 
 def _resources(gpu: str | None) -> Resources:

@@ -1,6 +1,7 @@
 """A policy as chat completions for agents elsewhere, each conversation told by the id in its address.
 
-    POST …/rollout_id/ID/…/chat/completions    answered by the policy; what was asked and said is kept under ID
+    POST …/rollout_id/ID/…/chat/completions    answered by the policy; what was asked and said is kept under ID. With
+                                               `stream` the answer comes as events, once it is whole
     POST …/logs                                 {"tags": ["rollout_id:ID"], "status": {"code": …}}: how it ended
     GET  …/status?rollout_id=ID                 that, for whoever asks
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.errors import MRLError
 from mrl.evaltests.messages import Message as Said
+from mrl.processors.streaming import events
 from mrl.rollouts import MessagePolicy, PolicyClient, SourceSetup
 from mrl.rollouts.base import Reply
 from mrl.rollouts.chat import AssistantTurn, ToolSpec
@@ -95,7 +97,7 @@ class Gateway:
 
     def _app(self) -> FastAPI:
         from fastapi import FastAPI, Request
-        from fastapi.responses import JSONResponse
+        from fastapi.responses import JSONResponse, StreamingResponse
 
         app = FastAPI()
 
@@ -107,7 +109,12 @@ class Gateway:
 
         async def posted(request: Request) -> Any:
             path = request.url.path.rstrip("/")
-            body = await request.json()
+            try:
+                body = await request.json()
+            except ValueError:
+                body = None
+            if not isinstance(body, dict):
+                return JSONResponse({"error": {"message": "the body is no JSON object"}}, 400)
             if path.endswith("/logs"):
                 return JSONResponse(self._log(body))
             if not path.endswith("/chat/completions"):
@@ -118,9 +125,13 @@ class Gateway:
             if traced is None:
                 return JSONResponse({"error": {"message": f"nobody waits for a rollout of {path}"}}, 404)
             try:
-                return JSONResponse(await self._complete(traced, found[1] if found else "", body))
+                completion = await self._complete(traced, found[1] if found else "", body)
             except (MRLError, ValueError) as error:
                 return JSONResponse({"error": {"message": str(error)}}, 400)
+            if not body.get("stream"):
+                return JSONResponse(completion)
+            usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return StreamingResponse(events(completion, usage=usage), media_type="text/event-stream")
 
         async def asked(request: Request) -> Any:
             if not request.url.path.rstrip("/").endswith("/status"):
@@ -146,8 +157,8 @@ class Gateway:
         return {"taken": True}
 
     async def _complete(self, traced: Traced, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        if body.get("stream"):
-            raise ValueError("stream: whole answers are given; leave it out")
+        if body.get("n") not in (None, 1):
+            raise ValueError(f"n: {body['n']} answers to one request would be several rollouts; ask for one at a time")
         messages = [Said.model_validate(message).plain() for message in body.get("messages") or []]
         if not messages:
             raise ValueError("messages: there are none")

@@ -166,7 +166,7 @@ class EvaluationSource:
             "base_url": f"{self.gateway.url}/rollout_id/{name}",
             "api_key": self.gateway.serving.token or "none",
         }
-        params = {key: value for key, value in self.params.items() if key not in ("api_base", "stream")} | served
+        params = {key: value for key, value in self.params.items() if key != "api_base"} | served
         row.input_metadata.completion_params = params
         try:
             done = await self._ask(row, replace(self.config, completion_params=params, seed=seed, setup=None))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from mrl.types import Message, Prompt
@@ -35,6 +37,17 @@ class RewardResult:
     error: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     """This row's `log_extra` columns."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A Python file of this machine that a reward's options name."""
+
+    file: Path
+    root: Path
+    """The folder from which it imports its neighbours."""
+    elsewhere: Callable[[str], dict[str, Any]]
+    """The options that name it where a copy has this path."""
 
 
 class Total(float):
@@ -80,7 +93,8 @@ class Reward(Protocol):
     that groups may be scored as they end; `open(folder)`, called on the worker before the first batch, which may take
     its time (folder: the run's, None where there is none); `close()`, which may be asynchronous; `try_once(task)`,
     asynchronous, which asks whatever it depends on once before a run and returns notices, or raises RewardError;
-    `recorded()`, what a recipe would say in place of the object.
+    `recorded()`, what a recipe would say in place of the object. Of a class with options: `paths`, those that may name
+    local files, and the static `code(options)`, the `Code` that they name, or None.
     """
 
     name: str

@@ -7,27 +7,40 @@ from typing import Any
 
 from mrl.errors import RewardError
 from mrl.evaltests.carried import RESULT, ROW, row_of_attempt
-from mrl.evaltests.find import find_test
+from mrl.evaltests.find import find_test, place_of
 from mrl.evaltests.results import EvaluateResult
 from mrl.evaltests.scoring import score_rows
-from mrl.rewards.base import RewardRequest, Scores, Total
+from mrl.rewards.base import Code, RewardRequest, Scores, Total
 
 
 class EvaluationReward:
     """Scores rollouts with a test. Each metric of its results is one of the run's, `reward/metrics/NAME`.
 
-    test: the function, or its name (`mrl.evaltests.find`). experiment: whose keyword arguments the function gets.
+    test, folder: the function, or its name (`mrl.evaltests.find`). kwargs: further arguments of the function; None =
+    those of the test's first experiment.
     A row whose score is not valid is left out, and counted as `reward/invalid_scores`. Raises ConfigError.
     """
 
     name = "evaluation_test"
 
-    def __init__(self, test: Any, kwargs: dict[str, Any] | None = None) -> None:
-        self.given, self.test = test, find_test(test)
+    def __init__(self, test: Any, kwargs: dict[str, Any] | None = None, folder: str | None = None) -> None:
+        self.given, self.test = test, find_test(test, folder)
         every = self.test.experiments()
         self.kwargs = every[0].kwargs if kwargs is None else kwargs
         self.independent = self.test.mode != "all"
         self.bounded = False
+
+    @staticmethod
+    def code(options: dict[str, Any]) -> Code | None:
+        """The file that these options name, which workers elsewhere need."""
+        if (place := place_of(options["test"])) is None:
+            return None
+
+        def elsewhere(file: str) -> dict[str, Any]:
+            found: dict[str, Any] = place.elsewhere(file)
+            return {"test": found.pop("given"), **found}
+
+        return Code(place.file, place.root, elsewhere)
 
     def recorded(self) -> Any:
         """As a recipe says it."""

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from mrl.errors import ConfigError, ModelError, RewardError
-from mrl.rewards.base import Reward
+from mrl.rewards.base import Code, Reward
 from mrl.rewards.combine import check_weights
 from mrl.rewards.function_reward import FunctionReward
 from mrl.rewards.members import REWARDS
@@ -128,6 +128,12 @@ def reward_paths(name: str) -> tuple[str, ...]:
     """The options of a reward that may name local files."""
     paths: tuple[str, ...] = getattr(_find(name), "paths", ())
     return paths
+
+
+def reward_code(name: str, options: dict[str, Any]) -> Code | None:
+    """The Python file that a reward's options name, if any. Raises ConfigError."""
+    code: Callable[[dict[str, Any]], Code | None] | None = getattr(_find(name), "code", None)
+    return None if code is None else code(options)
 
 
 def split_file(spec: str) -> tuple[Path, str] | None:

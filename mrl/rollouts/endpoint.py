@@ -34,6 +34,7 @@ UNBOUNDED = 1 << 22
 """Tokens that an endpoint may be told, as far as is known here."""
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 """Answers after which a request is sent again."""
+SECONDS_TO_CHECK = 10.0
 FIRST_WAIT = 1.0
 """Seconds before the second try, doubled each time."""
 MOST_OF_ANSWER = 300
@@ -54,6 +55,8 @@ class Endpoint:
     """Seconds until an answer."""
     retries: int = 3
     max_model_len: int = UNBOUNDED
+    key_from: str = "give api_key in completion_params"
+    """What somebody does who has no key, or another."""
     _client: httpx.AsyncClient | None = None
 
     @classmethod
@@ -77,7 +80,8 @@ class Endpoint:
                 f"completion_params: nothing says where {named} is asked; give base_url, e.g. "
                 f"http://127.0.0.1:8000/v1, or a provider's name before the model's ({', '.join(PROVIDERS)})"
             )
-        key = params.get("api_key") or os.environ.get(variable or "OPENAI_API_KEY")
+        variable = variable or "OPENAI_API_KEY"
+        key = params.get("api_key") or os.environ.get(variable)
         extra = dict(params.get("extra_body") or {})
         if params.get("stream"):
             raise ConfigError("completion_params: stream: whole answers are taken; leave it out")
@@ -92,6 +96,7 @@ class Endpoint:
             frozenset(name for name in SAMPLED if params.get(name) is not None),
             float(params.get("timeout") or 600.0),
             int(params.get("num_retries") or 3),
+            key_from=f"put one into the environment variable {variable}, or api_key into completion_params",
         )
 
     async def reply(self, messages: list[Message], tools: list[ToolSpec], sampling: SamplingParams, seed: int) -> Reply:
@@ -113,6 +118,22 @@ class Endpoint:
         if most in self.given:
             body[most] = sampling.max_tokens
         return read_reply(await self._post(body | self.further))
+
+    async def check(self) -> None:
+        """Whether somebody answers, who lets us in; no more is asked. Raises ConfigError."""
+        url = f"{self.base_url}/models"
+        try:
+            answer = await self._connected().get(url, timeout=SECONDS_TO_CHECK)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ConfigError(
+                f"nothing answers at {self.base_url} ({type(error).__name__}: {error}), where {self.model} is to be "
+                "asked; start it, or give another address (--model, or base_url in completion_params)"
+            ) from None
+        except httpx.HTTPError:
+            return  # slow, or of few words; its chat completions may do
+        if answer.status_code == 401:
+            said = "refuses the key" if self.api_key else "needs a key"
+            raise ConfigError(f"{self.base_url} {said}: {self.key_from}")
 
     async def close(self) -> None:
         """End its connections."""

@@ -18,6 +18,9 @@ class ChatServer:
 
     says: Callable[[dict[str, Any]], Any]
     seconds: float = 0.0
+    key: str | None = None
+    """What it insists on, where it says which models it has."""
+    models: tuple[str, ...] = ("m", "n")
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -29,7 +32,10 @@ class ChatServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self.answer(200, {"data": [{"id": "served"}]})
+                if chat.key is not None and self.headers.get("Authorization") != f"Bearer {chat.key}":
+                    self.answer(401, {"error": "no"})
+                    return
+                self.answer(200, {"data": [{"id": name} for name in chat.models]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -58,7 +64,7 @@ class ChatServer:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
         self.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
             yield self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import subprocess
@@ -22,6 +23,8 @@ from mrl.evals import (
     MetricResult,
     OpenEnvRolloutProcessor,
     RemoteRolloutProcessor,
+    RolloutProcessor,
+    RolloutProcessorConfig,
     Status,
     StepOutput,
     create_openenv_vllm_rollout_func,
@@ -117,8 +120,6 @@ def test_the_same_fields_and_parameters() -> None:
     from eval_protocol.pytest.openenv_rollout_processor import OpenEnvRolloutProcessor as TheirOpenEnv
     from eval_protocol.pytest.types import RolloutProcessorConfig as TheirConfig
 
-    from mrl.evals import RolloutProcessorConfig
-
     for ours in (EvaluationRow, EvaluateResult, MetricResult, StepOutput, Message, InputMetadata, ExecutionMetadata,
                  EvalMetadata, EvaluationThreshold, Status):  # fmt: skip
         assert set(ours.model_fields) == set(getattr(theirs, ours.__name__).model_fields), ours.__name__
@@ -177,6 +178,51 @@ def test_they_train(name: str, tiny_model: str, tmp_path: Path) -> None:
         assert sum(sample["mask"]) >= 1
         if name != "test_group":
             assert one["reward"] == pytest.approx(len(set(one["messages"][-1]["content"])) / 20)
+
+
+class Streams(RolloutProcessor):
+    """An agent that asks as most do, with OpenAI's client and for a stream."""
+
+    def __call__(self, rows: list[EvaluationRow], config: RolloutProcessorConfig) -> list[asyncio.Task[EvaluationRow]]:
+        async def attempt(row: EvaluationRow) -> EvaluationRow:
+            from openai import AsyncOpenAI
+
+            params = dict(config.completion_params)
+            async with AsyncOpenAI(base_url=params["base_url"], api_key=params["api_key"], max_retries=0) as client:
+                text, usage = "", None
+                stream = await client.chat.completions.create(
+                    model=params["model"], messages=[message.for_completion() for message in row.messages],
+                    stream=True, stream_options={"include_usage": True}, max_tokens=6,
+                )  # fmt: skip
+                async for chunk in stream:
+                    text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                    usage = chunk.usage or usage
+            assert usage is not None
+            assert usage.completion_tokens >= 1
+            row.messages.append(Message(role="assistant", content=text))
+            return row
+
+        return [asyncio.create_task(attempt(row)) for row in rows]
+
+
+def test_an_agent_with_openais_client_that_streams_is_trained_on(tiny_model: str, tmp_path: Path) -> None:
+    from mrl import MRLTrainer
+
+    @evaluation_test(
+        input_messages=[[[Message(role="user", content=f"say {n}")] for n in range(3)]], rollout_processor=Streams()
+    )
+    def letters(row: EvaluationRow) -> EvaluationRow:
+        row.evaluation_result = EvaluateResult(score=len(set(row.messages[-1].text)) / 20)
+        return row
+
+    given = options(tiny_model, tmp_path / "run", evaluation_test=letters, max_steps=1)
+    for unused in ("train_dataset", "reward_funcs"):
+        del given[unused]
+    assert MRLTrainer(**given).train().status == "finished"
+    rollouts = list(read_rows(tmp_path / "run", "rollouts"))
+    assert {one["status"] for one in rollouts} == {"ok"}
+    assert any(one["reward"] > 0 for one in rollouts)
+    assert all(sum(sample["mask"]) >= 1 for one in rollouts for sample in one["samples"])
 
 
 async def test_their_remote_processor_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from mrl.evals import (
     evaluation_test,
     run_test,
 )
+from mrl.evals.episode import turns_of
 from mrl.store.run import read_rows
+from mrl.types import Sample
 from tests.evals.chat_server import ChatServer
 
 
@@ -220,6 +222,18 @@ async def test_with_a_checkpoint_its_tokens_are_recorded(
         (sample,) = one["samples"]
         assert 1 <= len(sample["completion_ids"]) <= 6
         assert len(sample["logprobs"]) == len(sample["completion_ids"])
+        (row,) = [row for row in report.done if row.execution_metadata.rollout_id == one["extra"]["rollout_id"]]
+        episode = row.execution_metadata.extra["full_episode"]
+        before = len(sample["prompt_ids"])
+        assert episode["token_ids"] == sample["prompt_ids"] + sample["completion_ids"]
+        assert episode["mask"] == [0] * before + [1] * len(sample["completion_ids"])
+        assert episode["logprobs"] == [None] * before + sample["logprobs"]
+        assert (len(episode["detokenized_tokens"]), episode["num_turns"]) == (len(episode["token_ids"]), 1)
+
+
+def test_turns_are_counted() -> None:
+    sample = Sample([1], [2, 3, 4, 5, 6], [-1.0] * 5, [1, 1, 0, 1, 0], 0)
+    assert turns_of(sample) == [1, 1, 0, 2, 0]
 
 
 async def test_nothing_says_which_model() -> None:
@@ -274,3 +288,67 @@ async def test_options_of_a_processor_are_its_constructors(server: ChatServer) -
 
     with pytest.raises(ConfigError, match="takes its options in its constructor"):
         await run_test(scored, model=server.url)
+
+
+async def test_an_endpoint_that_is_down_or_needs_a_key_is_known_before(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "EP_LLM_API_BASE", "EP_LLM_BASE_URL", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    test = ends_with_a()
+    with pytest.raises(ConfigError, match=r"--model http://127\.0\.0\.1:9/v1: .*All connection attempts failed"):
+        await run_test(test, model="http://127.0.0.1:9/v1", record=False)
+    down = evaluation_test(**asked("a"), completion_params=[{"model": "m", "base_url": "http://127.0.0.1:9/v1"}])
+    with pytest.raises(ConfigError, match=r"nothing answers at http://127\.0\.0\.1:9/v1 .*where m is to be asked"):
+        await run_test(down(_ends_with_a), record=False)
+    server.key = "k"
+    locked = evaluation_test(**asked("a"), completion_params=[{"model": "m", "base_url": server.url}])(_ends_with_a)
+    for given in ({"test": test, "model": server.url}, {"test": locked}):
+        with pytest.raises(ConfigError, match="needs a key: put one into the environment variable OPENAI_API_KEY"):
+            await run_test(**given, record=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "other")
+    with pytest.raises(ConfigError, match="refuses the key: put one into"):
+        await run_test(test, model=server.url, record=False)
+    assert server.asked == []
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    (report,) = await run_test(test, model=server.url, record=False)
+    assert report.unscored == 0
+
+
+@pytest.mark.parametrize(
+    ("models", "named", "asks"),
+    [
+        (("served",), "openai/gpt", "served"),
+        (("gpt", "other"), "openai/gpt", "gpt"),
+        (("openai/gpt-oss",), "openai/gpt-oss", "openai/gpt-oss"),
+        (("a", "b"), "openai/gpt", None),
+    ],
+)
+async def test_at_an_address_its_own_model_is_asked(
+    server: ChatServer, models: tuple[str, ...], named: str, asks: str | None
+) -> None:
+    server.models = models
+    test = evaluation_test(**asked("a"), completion_params=[{"model": named}])(_ends_with_a)
+    if asks is None:
+        with pytest.raises(ConfigError, match=r"2 models \(a, b\), and no gpt; say which with"):
+            await run_test(test, model=server.url, record=False)
+        return
+    await run_test(test, model=server.url, record=False)
+    assert [body["model"] for body in server.asked] == [asks]
+
+
+async def test_who_a_policy_factory_makes_is_asked_where_no_model_is_given(server: ChatServer) -> None:
+    from tests.processors.test_openenv_processor import processor
+
+    @evaluation_test(
+        **asked("go"), completion_params=[{"model": "m", "base_url": server.url}], rollout_processor=processor()
+    )
+    def played(row: EvaluationRow) -> EvaluationRow:
+        said = [message.text for message in row.get_assistant_messages()]
+        row.evaluation_result = EvaluateResult(score=float(said == ["move 0", "move 1", "move 2"]))
+        return row
+
+    (report,) = await run_test(played, record=False)
+    assert (report.found.score, server.asked) == (1.0, [])
+    await run_test(played, model=server.url, record=False)
+    assert len(server.asked) == 3

@@ -21,11 +21,18 @@ from mrl.evals import EvaluateResult, EvaluationRow, Message, evaluation_test
 
 rows = [EvaluationRow(messages=[Message(role="user", content=text)]) for text in ("ab", "cd")]
 
-@evaluation_test(input_rows=[rows], completion_params=[{"model": "m"}], passed_threshold=%s)
-def backwards(row: EvaluationRow) -> EvaluationRow:
+def scored(row: EvaluationRow) -> EvaluationRow:
     asked, said = row.messages[0].text, row.messages[-1].text
     row.evaluation_result = EvaluateResult(score=float(said == asked[::-1]))
     return row
+
+@evaluation_test(input_rows=[rows], completion_params=[{"model": "m"}], passed_threshold=0.5)
+def backwards(row: EvaluationRow) -> EvaluationRow:
+    return scored(row)
+
+@evaluation_test(input_rows=[rows], completion_params=[{"model": "m"}], passed_threshold=0.75)
+def strictly(row: EvaluationRow) -> EvaluationRow:
+    return scored(row)
 
 def test_beside_it() -> None:
     assert True
@@ -52,32 +59,34 @@ def pytest_on(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_file_of_any_name_passes_or_fails_by_its_threshold(tmp_path: Path, server: ChatServer) -> None:
-    (tmp_path / "my_eval.py").write_text(MODULE % "0.5", encoding="utf-8")
+    (tmp_path / "my_eval.py").write_text(MODULE, encoding="utf-8")
     done = pytest_on(tmp_path, "my_eval.py", "--mrl-model", server.url)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 2 passed" in done.stdout
     assert "score (mean)" in done.stdout
     assert "threshold 0.5: passed" in done.stdout
-    assert len(list((tmp_path / "runs").glob("eval-backwards-*/rows.jsonl"))) == 1
-    (tmp_path / "my_eval.py").write_text(MODULE % "0.75", encoding="utf-8")
-    done = pytest_on(tmp_path, "my_eval.py", "--mrl-model", server.url, "--mrl-no-record")
-    assert done.returncode == 1
     assert "the score 0.500 is below the threshold 0.75" in done.stdout
     assert "Traceback" not in done.stdout
-    assert len(list((tmp_path / "runs").glob("eval-*"))) == 1
+    for name in ("backwards", "strictly"):
+        assert len(list((tmp_path / "runs").glob(f"eval-{name}-*/rows.jsonl"))) == 1
 
 
 @pytest.mark.slow
 def test_mrl_eval_does_the_same(tmp_path: Path, server: ChatServer) -> None:
-    (tmp_path / "my_eval.py").write_text(MODULE % "0.75", encoding="utf-8")
-    done = run(tmp_path, "mrl", "eval", "my_eval.py", "--model", server.url, "--json", "--output", "rows.jsonl")
+    (tmp_path / "my_eval.py").write_text(MODULE, encoding="utf-8")
+    flags = ["--model", server.url, "--json", "--output", "rows.jsonl"]
+    done = run(tmp_path, "mrl", "eval", "my_eval.py", *flags)
     assert done.returncode == 1, done.stdout + done.stderr
-    (report,) = json.loads(done.stdout)
-    assert (report["score"], report["passed"]) == (0.5, False)
-    assert len((tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    assert [(report["score"], report["passed"]) for report in json.loads(done.stdout)] == [(0.5, True), (0.5, False)]
+    assert len((tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()) == 4
     wrong = run(tmp_path, "mrl", "eval", "my_eval.py:forwards", "--model", server.url)
     assert wrong.returncode == 2
-    assert "has no test 'forwards'" in wrong.stderr
+    assert "error: my_eval.py has no test 'forwards'; it has backwards, strictly" in wrong.stderr
+    missing = run(tmp_path, "mrl", "eval", "their_eval.py", "--model", server.url)
+    assert f"error: there is no file {tmp_path / 'their_eval.py'}" in missing.stderr
+    quiet = pytest_on(tmp_path, "my_eval.py::backwards", "--mrl-model", server.url, "--mrl-no-record")
+    assert quiet.returncode == 0, quiet.stdout + quiet.stderr
+    assert len(list((tmp_path / "runs").glob("eval-*"))) == 2
 
 
 def test_other_runs_of_pytest_pay_nothing(tmp_path: Path) -> None:

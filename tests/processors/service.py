@@ -47,7 +47,11 @@ class Service:
             return
         status = {"code": 13, "message": "it broke"} if self.how == "fail" else {"code": 100, "message": "Done"}
         gateway = base.split("/rollout_id/")[0]
-        post(f"{gateway}/logs", {"tags": [f"rollout_id:{name}"], "status": status, "extras": {"note": 1}})
+        post(
+            f"{gateway}/logs",
+            {"tags": [f"rollout_id:{name}"], "status": status, "extras": {"note": 1}},
+            init["api_key"],
+        )
 
     @contextmanager
     def running(self) -> Iterator[Service]:
@@ -80,7 +84,7 @@ class Service:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield self
         finally:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mrl import MRLTrainer
+from mrl.errors import ConfigError
 from mrl.evals import (
     EvaluateResult,
     EvaluationRow,
@@ -24,6 +25,7 @@ from mrl.store.run import read_rows
 from mrl.types import SamplingParams
 from tests.evals.chat_server import ChatServer
 from tests.processors.service import Service
+from tests.processors.tracing import Tracing
 from tests.small_runs import options
 
 
@@ -80,11 +82,53 @@ async def test_a_service_that_fails_is_no_wrong_answer(how: str, message: str) -
 
 
 async def test_one_that_never_ends_is_given_up() -> None:
-    with Service("log").running() as service, ChatServer(lambda body: "x", seconds=5).running() as chat:
+    with Service("log").running() as service, ChatServer(lambda body: "x", seconds=1).running() as chat:
         made = RemoteRolloutProcessor(remote_base_url=service.url, poll_interval=0.02, timeout_seconds=0.1)
         params = [{"model": "m", "base_url": chat.url}]
         (report,) = await run_test(test_of(made, completion_params=params), record=False)
     assert "did not end within 0.1 s (timeout_seconds)" in str(report.unscored_because)
+
+
+@pytest.mark.parametrize("payloads", [False, True])
+async def test_somebody_elses_gateway_keeps_what_was_said(payloads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service asks that gateway, which asks the model; afterwards it is asked for the status and the messages."""
+    monkeypatch.setenv("EP_REMOTE_API_KEY", "k")
+    with (
+        Service("log").running() as service,
+        Tracing().running() as tracing,
+        ChatServer(lambda body: f"{len(body['messages'])}").running() as chat,
+    ):
+        made = RemoteRolloutProcessor(
+            remote_base_url=service.url, model_base_url=tracing.url, poll_interval=0.02, include_payloads=payloads
+        )
+        params = [{"model": "m", "base_url": chat.url}]
+        (report,) = await run_test(test_of(made, completion_params=params), record=False)
+    assert report.unscored == 0, report.unscored_because
+    for row in report.done:
+        assert [message.role for message in row.messages] == ["user", "assistant", "user", "assistant"]
+        assert [message.text for message in row.get_assistant_messages()] == ["1", "3"]
+        assert (row.execution_metadata.extra or {}).get("payloads") == ([{"n": 1}] * 2 if payloads else None)
+    assert {body["model"] for body in chat.asked} == {"m"}
+    assert tracing.keys == {"Bearer k"}
+
+
+async def test_a_gateway_without_traces_is_no_wrong_answer() -> None:
+    with (
+        Service("log").running() as service,
+        Tracing(forgets=True).running() as tracing,
+        ChatServer(lambda body: "x").running() as chat,
+    ):
+        made = RemoteRolloutProcessor(remote_base_url=service.url, model_base_url=tracing.url, poll_interval=0.02)
+        params = [{"model": "m", "base_url": chat.url}]
+        (report,) = await run_test(test_of(made, completion_params=params), record=False)
+    assert report.unscored == 3
+    assert "has no trace of rollout" in str(report.unscored_because)
+
+
+def test_what_somebody_else_samples_is_not_trained_on(tiny_model: str, tmp_path: Path) -> None:
+    made = RemoteRolloutProcessor(remote_base_url="http://127.0.0.1:1", model_base_url="http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="RemoteRolloutProcessor makes rollouts whose tokens nobody sees"):
+        train(tiny_model, tmp_path / "run", test_of(made))
 
 
 def train(model: str, folder: Path, test: Any) -> list[dict[str, Any]]:

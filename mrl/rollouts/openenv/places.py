@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from mrl.backends import Backend, Resources, WorkerHandle
+from mrl.backends.code import put_code
 from mrl.errors import ConfigError, EnvError, WorkerDied
 from mrl.rewards.functions import split_file
 from mrl.rollouts.openenv.results import Lost, Result, plain
@@ -127,7 +128,7 @@ class InWorker(Place):
         named = split_file(self.env) if isinstance(self.env, str) else None
         if named is None or not named[0].is_file():
             return self.env
-        return f"{await self.backend.put(named[0])}:{named[1]}"
+        return f"{await put_code(self.backend, named[0])}:{named[1]}"
 
     async def schema(self) -> Schema:
         return schema_of(self.kind)
