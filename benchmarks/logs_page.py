@@ -145,6 +145,8 @@ def measure(folder: Path, repeats: int, chromium: bool) -> None:
         "of a policy version": f"{base}?version={last // 2}",
         "by reward, after 1,000": f"{base}?order=reward&after={by_reward[0]}.{by_reward[1]}",
         "by tokens, lowest first": f"{base}?order=tokens&up=1",
+        "by tokens, rewards that none has": f"{base}?order=tokens&min=5&max=6",
+        "reward 1, lowest advantage first": f"{base}?order=advantage&up=1&min=1",
         "truncated, by advantage": f"{base}?truncated=yes&order=advantage",
         "text, in most": f"{base}?text=return",
         "text, in hardly any: the first answer": f"{base}?text=needle",
@@ -168,16 +170,25 @@ def measure(folder: Path, repeats: int, chromium: bool) -> None:
             print(f"| {name} | {statistics.median(rest):.3f} | {max(rest):.3f} | {first:.3f} | {size:.0f} |")
         start, path, answers = time.perf_counter(), f"{base}?text=needle", 0
         while "searching on" in (text := client.get(path).text):
-            path, answers = text.split('class="note more" hx-get="')[1].split('"')[0].replace("&amp;", "&"), answers + 1
+            path, answers = _next(text, 'class="note" hx-get="'), answers + 1
         seconds = time.perf_counter() - start
         print(
             f"\ntext in hardly any, to the end: {seconds:.1f} s, {answers + 1} answers, "
             f"{count / seconds:,.0f} rollouts/s"
         )
+        start, text = time.perf_counter(), client.get(f"{base}?text=return").text
+        while "counting on" in text:
+            text = client.get(_next(text, 'id="matches" hx-get="')).text
+        said = text.split('id="matches">')[1].split("</span>")[0].replace("<b>", "").replace("</b>", "")
+        print(f"text in most, until the number is known ({said}): {time.perf_counter() - start:.1f} s")
     if chromium:
         paint(address.url, ["/", "/run/big", base, f"/run/big/rollout/{count // 2}", "/evals"], repeats)
     server.should_exit = True
     thread.join(10)
+
+
+def _next(text: str, before: str) -> str:
+    return text.split(before)[1].split('"')[0].replace("&amp;", "&")
 
 
 def paint(url: str, paths: list[str], repeats: int) -> None:

@@ -16,6 +16,7 @@ from mrl.config import ModelConfig, OrchestratorConfig
 from mrl.config.dialects import in_python
 from mrl.config.keywords import Options
 from mrl.errors import ConfigError, DataError, ModelError, MRLError, RewardError
+from mrl.loop.elsewhere import RunElsewhere, elsewhere
 from mrl.loop.orchestrator import Orchestrator
 from mrl.loop.recorded_run import RecordedRun, RunResult
 from mrl.loop.report import write_png
@@ -26,7 +27,6 @@ from mrl.system.threads import release_openmp_threads
 
 if TYPE_CHECKING:
     from mrl.loop.given_model import GivenModel
-    from mrl.loop.on_modal import RunOnModal
 
 T = TypeVar("T")
 
@@ -111,12 +111,9 @@ class MRLTrainer:
     def _in_arguments(self, message: str) -> str:
         return in_python(message, self._arguments) if self._arguments else message
 
-    def _make_run(self) -> RecordedRun | RunOnModal:
-        if self.config.runtime.backend == "modal":
-            from mrl.loop.on_modal import RunOnModal, is_there
-
-            if is_there(self.config):
-                return RunOnModal(self.config, self.run_dir, resume=self.resume, make_run=make_run)
+    def _make_run(self) -> RecordedRun | RunElsewhere:
+        if (made := elsewhere(self.config)) is not None:
+            return made(self.config, self.run_dir, resume=self.resume, make_run=make_run)
         return make_run(self.config, self.run_dir, self.resume)
 
 
@@ -179,7 +176,7 @@ def _test_name(test: Any) -> str:
     return name.strip(":") or (Path(where).stem if where.endswith(".py") else where)
 
 
-def run_to_end(work: Coroutine[Any, Any, T], run: RecordedRun | RunOnModal | None = None) -> T:
+def run_to_end(work: Coroutine[Any, Any, T], run: RecordedRun | RunElsewhere | None = None) -> T:
     """`asyncio.run`, also from a thread whose event loop is running. run: what signals stop, where `work` is its."""
     release_openmp_threads()  # which the caller may have from models of its own; workers compute on other threads
     try:
@@ -200,7 +197,7 @@ class _Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def _run_in_thread(work: Coroutine[Any, Any, T], run: RecordedRun | RunOnModal | None) -> T:
+def _run_in_thread(work: Coroutine[Any, Any, T], run: RecordedRun | RunElsewhere | None) -> T:
     """Run `work` on an event loop of its own and wait. The first interrupt stops `run`; the next one ends the wait."""
     outcome: list[T] = []
     errors: list[BaseException] = []

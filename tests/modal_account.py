@@ -17,20 +17,27 @@ EMULATOR = "MRL_MODAL_EMULATOR"
 
 
 @contextmanager
-def account(folder: Path) -> Iterator[dict[str, str]]:
+def account(folder: Path, script: Path | None = None) -> Iterator[dict[str, str]]:
     """The environment variables of an account: this process's own where it has MODAL_SERVER_URL, else that of an
-    emulator, which runs meanwhile. MRL_MODAL_EMULATOR is a script that serves one (`--state FOLDER --port-file FILE`).
-    Skips where there is neither."""
-    if "MODAL_SERVER_URL" in os.environ:
+    emulator, which runs meanwhile. MRL_MODAL_EMULATOR is a script that serves one (`--state FOLDER --port-file FILE`);
+    script: one that serves more, instead of either. Skips where there is neither."""
+    if "MODAL_SERVER_URL" in os.environ and script is None:
         yield {name: value for name, value in os.environ.items() if name.startswith("MODAL_")}
         return
-    script = os.environ.get(EMULATOR)
-    if script is None:
+    if EMULATOR not in os.environ:
         pytest.skip(f"neither MODAL_SERVER_URL nor {EMULATOR} is set")
     ports = folder / "ports.json"
     (folder / "state").mkdir()
     options = [] if os.geteuid() == 0 else ["--no-isolate"]
-    command = [sys.executable, script, "--state", str(folder / "state"), "--port-file", str(ports), *options]
+    command = [
+        sys.executable,
+        str(script or os.environ[EMULATOR]),
+        "--state",
+        str(folder / "state"),
+        "--port-file",
+        str(ports),
+        *options,
+    ]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

@@ -122,6 +122,9 @@ class ProcessBackend:
     def scorers(self) -> ProcessBackend:
         return self
 
+    def takes_loop(self, reward_funcs: Any) -> bool:
+        return False
+
     async def close(self) -> None:
         await asyncio.gather(*(handle.kill() for handle in self.handles))
         self.handles.clear()

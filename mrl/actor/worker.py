@@ -3,67 +3,63 @@
 A step's samples are split into micro-batches. Each goes through the model as one packed sequence, or where the model
 does not support that, as right-padded rows (mrl.modeling.forward). A sampled token's logprob comes from the hidden
 state before it.
+
+    passes.py     micro-batches through the policy or the reference model
+    updates.py    a step's updates
+    publisher.py  the weights, for samplers
+    snapshot.py   what a checkpoint holds
+    parallel/     several ranks
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
-import math
 import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from mrl.actor.lora import adapts_parameters, add_lora
-from mrl.actor.micro_batches import CPU_TOKENS, MicroBatch, by_count, by_tokens, gpu_tokens, of_rank
-from mrl.actor.objective import Objective, kl_estimator
+from mrl.actor.micro_batches import CPU_TOKENS, gpu_tokens
+from mrl.actor.objective import Objective
 from mrl.actor.optimizer import check_offload, make_optimizer, make_scheduler
-from mrl.actor.parallel.gradients import clip_gradients, sum_gradients
 from mrl.actor.parallel.sharding import make_mesh, shard
 from mrl.actor.parallel.shards import write_shards
 from mrl.actor.parallel.tensors import ModelTensors, lead_with
 from mrl.actor.parallel.world import Ranks, World, join, together, wanted_size
+from mrl.actor.passes import Passes
 from mrl.actor.publisher import Publisher
 from mrl.actor.residence import Residence
 from mrl.actor.snapshot import MISMATCH_PROBE, fits_in_memory_twice, load_snapshot, take_snapshot
-from mrl.actor.step_metrics import StepMetrics
-from mrl.algorithms.kl import estimate_kl
+from mrl.actor.updates import Updates
 from mrl.config import AlgorithmConfig, ModelConfig, TrainingConfig
 from mrl.config.ranks import check_ranks
 from mrl.config.section import changed_options
 from mrl.errors import ConfigError, SyncError, TrainingError
-from mrl.mismatch import Comparison, MismatchEvidence, MismatchProbe
+from mrl.mismatch import MismatchEvidence, MismatchProbe
 from mrl.modeling.compiled import CompiledLayers, try_compiled
 from mrl.modeling.fixed_order import fixed_order
-from mrl.modeling.forward import Forward, evaluating
+from mrl.modeling.forward import Forward
 from mrl.modeling.liger import apply_liger, check_liger
 from mrl.modeling.precision import narrow_matrices
-from mrl.modeling.token_batch import TokenBatch, make_token_batch
 from mrl.models import autocast_dtype, load_model, load_processor, load_tokenizer, pick_device
 from mrl.store.checkpoints import STATE, write_checkpoint
 from mrl.system.environment import computing_environment
 from mrl.system.machine import free_port, machine_id, own_address
 from mrl.system.memory import claim, unclaimed
 from mrl.system.threads import submit
-from mrl.system.transfers import to_device, to_host
 from mrl.types import Sample, TrainBatch, WeightRef, derive_seed
 from mrl.weights.checksum import checksum
 from mrl.weights.hub_names import check_round_trip
-from mrl.weights.sharded import is_sharded, local, whole
+from mrl.weights.sharded import is_sharded, local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-MAX_SKIPPED_IN_A_ROW = 3
 
 
 class ActorWorker:
@@ -84,15 +80,8 @@ class ActorWorker:
         self.model_config = ModelConfig(**model)
         self.config = TrainingConfig(**training)
         self.algorithm = AlgorithmConfig(**(algorithm or {}))
-        self.objective = Objective(self.algorithm, self.config.num_iterations)
         self.total_steps, self.base_name = total_steps, base_name
         self.step = 0
-        self.skipped_in_a_row = 0
-        self.keep_gradient_norms = False
-        self.gradient_norms: dict[str, float] = {}
-        """By parameter, before clipping, of the last update; only while `keep_gradient_norms` is set."""
-        self.old_logprobs: list[list[float]] = []
-        """See `trained_logprobs`."""
         self.writing: Future[None] | None = None
         self.publisher: Publisher | None = None
         self.world = World()
@@ -163,7 +152,7 @@ class ActorWorker:
             notices = [*notices, problem] if problem else notices
         if self.world.size == 1 and (unused := changed_options(config, ("actor_parallelism", "ddp_timeout"))):
             notices = [*notices, f"{' and '.join(unused)}: no effect, the actor is one process (actor_gpu)"]
-        self.dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
+        self.arrange()
         return {
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trainable_parameters": sum(p.numel() for p in self.parameters),
@@ -186,17 +175,20 @@ class ActorWorker:
         self.step += 1
         rank = [self.world.rank] if self.world.rank else []  # rank 0 draws as one process does
         torch.manual_seed(derive_seed(self.config.seed, "train", self.step, *rank))  # dropout
-        self.old_logprobs = []
         comparison = self.mismatch_probe.begin(self.model, batch.samples)
         try:
-            return self._train_on(batch, comparison) if batch.samples else self._pass_over()
+            return self.updates.train(batch, comparison) if batch.samples else self.updates.pass_over()
         finally:
             self.mismatch_probe.end()
+
+    def learn(self, batch: TrainBatch) -> tuple[dict[str, float], list[list[float]]]:
+        """`train_step`, with `trained_logprobs` in its answer: another call to another machine would take its time."""
+        return self.train_step(batch), self.trained_logprobs()
 
     def trained_logprobs(self) -> list[list[float]]:
         """Of the last step's samples, in their order: the policy's logprobs before the step's updates, 0 where the
         policy did not sample; [] for a step without samples."""
-        return self.old_logprobs
+        return self.updates.old_logprobs
 
     def mismatch_evidence(self) -> MismatchEvidence | None:
         """Evidence about the last step's logprob gap; None unless it was above `max_logprob_gap`."""
@@ -206,34 +198,12 @@ class ActorWorker:
     def reference_logprobs(self, samples: list[Sample], temperature: float) -> list[list[float]]:
         """Logprobs of the samples' tokens under the reference model, for `Sample.reference_logprobs`; 0 where the
         policy did not sample. May run while the samples are being scored."""
-        if not samples:
-            return []
-        tokens = make_token_batch(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
-        logprobs_BT = torch.zeros_like(tokens.mask_BT)
-        for part in self._micro_batches(samples):
-            part_BT = self._reference_logprobs(tokens.take(part.index))
-            if part.counts:
-                logprobs_BT[to_device(self.device, part.index), : part_BT.shape[1]] = part_BT
-        pairs = zip(samples, self.world.total(logprobs_BT).tolist(), strict=True)
-        return [values[: len(sample.completion_ids)] for sample, values in pairs]
+        return self.passes.reference_logprobs(samples, temperature) if samples else []
 
     @together
     def reference_kl(self, samples: list[Sample], temperature: float) -> list[float]:
         """KL to the reference model of each sample, in nats: the sum of the estimates at its sampled tokens."""
-        if not samples:
-            return []
-        tokens = make_token_batch(TrainBatch(samples, [0.0] * len(samples), 1, 1, temperature), self.device)
-        kl_B = torch.zeros(len(samples), dtype=torch.float64, device=self.device)
-        for micro_batch in self._micro_batches(samples):
-            part = tokens.take(micro_batch.index)
-            reference_BT = self._reference_logprobs(part) if part.ref_logprobs_BT is None else part.ref_logprobs_BT
-            kl_BT = estimate_kl(self._logprobs(self.model, part)[0], reference_BT, kl_estimator(self.algorithm))
-            if micro_batch.counts:
-                kl_B[to_device(self.device, micro_batch.index)] = torch.where(part.mask_BT > 0, kl_BT, 0.0).sum(
-                    dim=1, dtype=torch.float64
-                )
-        kl: list[float] = self.world.total(kl_B).tolist()
-        return kl
+        return self.passes.reference_kl(samples, temperature) if samples else []
 
     def meeting_point(self) -> tuple[str, int]:
         """Address and port where the actor's processes can meet: this one's machine."""
@@ -324,7 +294,7 @@ class ActorWorker:
         lead_with(self.world, self.model, take)
         if not self.world.first:
             return
-        full_state = {**state, "actor": {"step": self.step, "skipped_in_a_row": self.skipped_in_a_row}}
+        full_state = {**state, "actor": {"step": self.step, "skipped_in_a_row": self.updates.skipped_in_a_row}}
         if not copy:
             write_checkpoint(Path(path), lambda folder: snapshots[0].write(folder, served), full_state)
             return
@@ -347,7 +317,7 @@ class ActorWorker:
         # The schedule also advances in steps without an update.
         updates = actor_state["step"] * self.config.num_iterations
         load_snapshot(Path(path), self.model, self.optimizer, self.scheduler, updates=updates)
-        self.step, self.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
+        self.step, self.updates.skipped_in_a_row = actor_state["step"], actor_state["skipped_in_a_row"]
         if (probe := Path(path) / MISMATCH_PROBE).exists():  # older checkpoints have none
             self.mismatch_probe.load_state(json.loads(probe.read_text()))
 
@@ -399,137 +369,31 @@ class ActorWorker:
         self.mismatch_probe.published(self.model, ref.version)
         return ref
 
-    # --- one update -------------------------------------------------------------------------------------------------
+    # --- parts ------------------------------------------------------------------------------------------------------
 
-    def _train_on(self, batch: TrainBatch, comparison: Comparison) -> dict[str, float]:
-        tokens = make_token_batch(batch, self.device, comparison.version)
-        micro_batches = self._micro_batches(batch.samples)
-        entropy_BT = None
-        if self.objective.needs_entropies or self.dropout:
-            tokens.old_logprobs_BT, entropy_BT = self._old_policy(tokens, micro_batches)
-        self.objective.prepare(tokens, batch, entropy_BT)
-        parts = [tokens.take(part.index) if part.counts else tokens.take(part.index).silent() for part in micro_batches]
-        for part in parts:
-            if self.objective.kl_in_loss and part.ref_logprobs_BT is None:
-                part.ref_logprobs_BT = self._reference_logprobs(part)
-        metrics = StepMetrics(comparison.moved, self.world)
-        all_parts = functools.partial(self._all_parts, tokens, micro_batches, parts)
-        for _ in range(self.config.num_iterations):
-            self._update(parts, metrics, all_parts)
-        self.old_logprobs = self._old_logprobs(batch.samples, micro_batches, all_parts())
-        return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
-
-    def _update(self, parts: list[TokenBatch], metrics: StepMetrics, all_parts: Callable[[], list[TokenBatch]]) -> None:
-        """parts: this rank's micro-batches. all_parts: gives every rank's."""
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
-        with fixed_order(self.device), self.compiled.active() if self.compiled else contextlib.nullcontext():
-            for part in parts:
-                part_loss = self.objective.part_loss(part, *self._forward(self.model, part), metrics)
-                part_loss.backward()
-                loss += part_loss.detach()
-        for part in parts:  # the first update's own forward pass gave the old policy's logprobs
-            if part.old_logprobs_BT is None:
-                part.old_logprobs_BT = part.new_logprobs_BT
-        if not is_sharded(self.model):
-            sum_gradients(self.world, self.parameters)
-        if self.keep_gradient_norms:
-            named = ((name, p.grad) for name, p in self.model.named_parameters())
-            norms = {name: whole(grad.norm()) for name, grad in named if grad is not None}
-            values = (value.item() for value in to_host(*norms.values()))
-            self.gradient_norms = dict(zip(norms, values, strict=True))
-        norm = clip_gradients(self.parameters, self.config.max_grad_norm)
-        total, grad_norm = metrics.update(loss, norm)
-        self.mismatch_probe.examine(self.model, all_parts, metrics.unexplained_gap())
-        self.model.eval()
-        finite = math.isfinite(total) and math.isfinite(grad_norm)
-        if finite:
-            self.optimizer.step()
-            claim(self, self.device, 0)  # from now on the optimizer state is allocated
-        self._advance_schedule()
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics.skipped += not finite
-        self._watch_for_divergence(finite, total, grad_norm)
-
-    def _all_parts(
-        self, tokens: TokenBatch, micro_batches: list[MicroBatch], parts: list[TokenBatch]
-    ) -> list[TokenBatch]:
-        """Every rank's micro-batches, with the old policy's logprobs."""
-        if self.world.size == 1:
-            return parts
-        old_BT = torch.zeros_like(tokens.mask_BT)
-        for micro_batch, part in zip(micro_batches, parts, strict=True):
-            if micro_batch.counts and part.old_logprobs_BT is not None:
-                place = (to_device(self.device, micro_batch.index), slice(part.mask_BT.shape[1]))
-                old_BT[place] = part.old_logprobs_BT
-        return [replace(tokens, old_logprobs_BT=self.world.total(old_BT), layout=None)]
-
-    def _old_logprobs(
-        self, samples: list[Sample], micro_batches: list[MicroBatch], parts: list[TokenBatch]
-    ) -> list[list[float]]:
-        """Sample by sample, on the host. parts: every rank's, with the old policy's logprobs."""
-        rows = [part.index for part in micro_batches] if self.world.size == 1 else [list(range(len(samples)))]
-        found: list[list[float]] = [[] for _ in samples]
-        masked = []
-        for part in parts:
-            assert part.old_logprobs_BT is not None
-            masked.append(torch.where(part.mask_BT > 0, part.old_logprobs_BT, 0.0).float())
-        for index, values_BT in zip(rows, to_host(*masked), strict=True):
-            for at, values in zip(index, values_BT.tolist(), strict=True):
-                found[at] = values[: len(samples[at].completion_ids)]
-        return found
-
-    def _pass_over(self) -> dict[str, float]:
-        """A step without samples: no update, but the schedule advances."""
-        for _ in range(self.config.num_iterations):
-            self._advance_schedule()
-        rate = float(self.scheduler.get_last_lr()[0])
-        return {"train/tokens": 0.0, "train/updates_skipped": 0.0, "train/learning_rate": rate}
-
-    def _advance_schedule(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns when the first update was skipped
-            self.scheduler.step()
-
-    def _watch_for_divergence(self, finite: bool, loss: float, grad_norm: float) -> None:
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
-                f"{self.skipped_in_a_row} updates in a row had no finite loss or gradient (loss {loss}, gradient norm "
-                f"{grad_norm}). Lower learning_rate (now {self.config.learning_rate}) or max_grad_norm (now "
-                f"{self.config.max_grad_norm}), and look at train/ratio_max and train/logprob_gap_max before it."
-            )
-
-    # --- forward passes ---------------------------------------------------------------------------------------------
-
-    def _forward(self, model: Any, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of the tokens the policy sampled, at the sampler's temperature; B×T, 0 elsewhere."""
-        logprobs_BT, entropy_BT = self.forward.logprobs(model, tokens, entropy_grad=self.objective.entropy_grad)
-        tokens.new_logprobs_BT = logprobs_BT.detach()
-        return logprobs_BT, entropy_BT
-
-    @torch.no_grad()
-    def _logprobs(self, model: Any, tokens: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
-        with evaluating(model):
-            return self.forward.logprobs(model, tokens, entropy=entropy)
-
-    def _old_policy(self, tokens: TokenBatch, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of the whole batch before its first update; B×T each."""
-        logprobs_BT, entropy_BT = torch.zeros_like(tokens.mask_BT), torch.zeros_like(tokens.mask_BT)
-        for micro_batch in micro_batches:
-            part = tokens.take(micro_batch.index)
-            place = (to_device(self.device, micro_batch.index), slice(part.mask_BT.shape[1]))
-            found = self._logprobs(self.model, part, entropy=True)
-            if micro_batch.counts:
-                logprobs_BT[place], entropy_BT[place] = found
-        return self.world.total(logprobs_BT), self.world.total(entropy_BT)
-
-    def _reference_logprobs(self, tokens: TokenBatch) -> Tensor:
-        if self.reference is not None:
-            return self._logprobs(self.reference, tokens)[0]
-        with self.model.disable_adapter():  # type: ignore[operator]
-            return self._logprobs(self.model, tokens)[0]
+    def arrange(self) -> None:
+        """Make what computes, of the parts that are loaded and the configuration."""
+        objective = Objective(self.algorithm, self.config.num_iterations)
+        self.passes = Passes(
+            self.forward,
+            self.model,
+            self.reference,
+            objective,
+            world=self.world,
+            device=self.device,
+            micro_batch_tokens=self.micro_batch_tokens,
+            into=self.config.gradient_accumulation_steps,
+        )
+        self.updates = Updates(
+            self.config,
+            objective,
+            self.passes,
+            self.optimizer,
+            self.scheduler,
+            parameters=self.parameters,
+            probe=self.mismatch_probe,
+            compiled=self.compiled,
+        )
 
     def _default_tokens(self) -> int:
         """Tokens of a micro-batch that fit the device's memory, once gradients and optimizer state are allocated."""
@@ -537,7 +401,7 @@ class ActorWorker:
         if free is None:
             return CPU_TOKENS
         trained = sum(p.numel() * p.element_size() for p in map(local, self.parameters))
-        claim(self, self.device, 0 if self.config.offload_optimizer else 2 * trained)
+        claim(self.optimizer, self.device, 0 if self.config.offload_optimizer else 2 * trained)
         later = trained if self.config.offload_optimizer else 3 * trained
         return gpu_tokens(
             self.model.config.get_text_config(),
@@ -545,17 +409,6 @@ class ActorWorker:
             narrow=self.autocast_dtype is not None,
             checkpointing=self.config.gradient_checkpointing,
         )
-
-    def _micro_batches(self, samples: list[Sample]) -> list[MicroBatch]:
-        """This rank's, as many as every rank's."""
-        packs = self.forward.packs
-
-        def split(own: Sequence[Sample]) -> list[list[int]]:
-            if self.config.gradient_accumulation_steps > 1:
-                return by_count(own, self.config.gradient_accumulation_steps)
-            return by_tokens(own, self.micro_batch_tokens, shared_prompts=packs)
-
-        return of_rank(samples, self.world.rank, self.world.size, split, shared_prompts=packs)
 
     # --- several ranks ----------------------------------------------------------------------------------------------
 

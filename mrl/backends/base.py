@@ -116,6 +116,11 @@ class Backend(Protocol):
         """The backend of workers that score: this one, or that of the process which runs the loop."""
         ...
 
+    def takes_loop(self, reward_funcs: Any) -> bool:
+        """Whether the run's loop is to be where the workers are too, and this process only waits for it
+        (mrl.loop.elsewhere). reward_funcs: the option."""
+        ...
+
     async def close(self) -> None:
         """End every worker, and remove what `put` has copied."""
         ...

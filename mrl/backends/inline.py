@@ -178,6 +178,9 @@ class InlineBackend:
     def scorers(self) -> InlineBackend:
         return self
 
+    def takes_loop(self, reward_funcs: Any) -> bool:
+        return False
+
     async def close(self) -> None:
         await all_of([handle.kill() for handle in self.handles])
         self.handles.clear()

@@ -20,7 +20,7 @@ from mrl.cli.inherit import (
     was_trained_on,
 )
 from mrl.config.dialects import in_flags
-from mrl.errors import ConfigError, DataError, ModelError, RewardError
+from mrl.errors import ConfigError, DataError, ModelError, MRLError, RewardError
 from mrl.evals.run_models import find_run_of
 from mrl.system.units import plural
 
@@ -109,13 +109,14 @@ def evaluate(argv: list[str]) -> int:
             "by": argument("Column to break pass@1 down by."),
             "confidence": argument("Level of the intervals.", default="0.95", kind=float),
             "output": argument("File to write every rollout to, one JSON line each."),
+            "record": argument("Write a folder with the rollouts below the runs'.", default="on", kind=bool),
             "json": JSON,
         },
         defaults=DEFAULTS
         | {"dataset_split": "held-out tasks of a run, heldout of tiny-code, all of a local file, test of the Hub"},
         helps=HELP,
     )
-    as_json, output = given.pop("json", False), given.pop("output", None)
+    as_json, output, record = given.pop("json", False), given.pop("output", None), given.pop("record", True)
     count, by, confidence = given.pop("num_samples", 1), given.pop("by", None), given.pop("confidence", 0.95)
     if count < 1:
         raise ConfigError(f"--num-samples: {count} is no number of attempts; use 1 or more")
@@ -148,12 +149,30 @@ def evaluate(argv: list[str]) -> int:
     report = replace(report, model=model)
     if output:
         write_rollouts(output, report.groups)
+    folder = _record(report, config, inherited) if record else None
     if as_json:
         plain = {name: value for name, value in asdict(report).items() if name != "groups"}
-        print_json(plain | _effective(config, EVAL_GROUPS, inherited))
+        recorded = {"recorded": None if folder is None else str(folder)}
+        print_json(plain | recorded | _effective(config, EVAL_GROUPS, inherited))
     else:
         _print_evaluation(report, by)
+        if folder is not None:
+            print(f"Everything is in {folder}/")
     return 0
+
+
+def _record(report: Any, config: Any, inherited: Inherited | None) -> Path | None:
+    """Below the runs'. What was measured is worth more than its record: that it cannot be written is only said."""
+    from mrl.experience.metrics import rollout_metrics
+    from mrl.store.evaluation import write_evaluation
+
+    model = report.model if inherited is None else f"{inherited.run.name}@{inherited.checkpoint.step}"
+    metrics = rollout_metrics(report.groups, config, "eval") | report.logged
+    try:
+        return write_evaluation(config, metrics, report.groups, of=report.dataset, model=model)
+    except MRLError as error:
+        say_note(f"the evaluation is not recorded: {error}")
+        return None
 
 
 def _check_output(path: Path) -> None:

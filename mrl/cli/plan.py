@@ -193,7 +193,7 @@ def shown(plan: Plan) -> Iterable[str]:
 
 def _checked(config: OrchestratorConfig) -> tuple[dict[str, Resources], int | None, list[str]]:
     """The workers by name, the steps of the whole run, and what there is to know before it starts."""
-    from mrl.loop.on_modal import is_there
+    from mrl.loop.elsewhere import elsewhere
     from mrl.loop.preflight import load_train_tasks, prepare, total_steps
     from mrl.loop.resources import actor_resources, check_resources, needs, settle_sync
 
@@ -205,7 +205,7 @@ def _checked(config: OrchestratorConfig) -> tuple[dict[str, Resources], int | No
         if steps is None and simple.spec.online:
             steps = total_steps(config, len(simple.tasks))
         return {SimpleRun.trains: actor_resources(config)}, steps, simple.notices
-    if is_there(config):  # data and rewards are checked there, before any other worker starts
+    if elsewhere(config) is not None:  # data and rewards are checked there, before any other worker starts
         settle_sync(config)
         check_resources(config, *needs(config).values())
         if steps is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from mrl.evals.aggregate import Aggregate
@@ -13,8 +12,7 @@ from mrl.evals.targets import Target
 from mrl.evaltests.results import EvaluationThreshold
 from mrl.evaltests.rows import EvaluationRow
 from mrl.experience.metrics import rollout_metrics
-from mrl.store.find import runs_root
-from mrl.store.run import RunStore
+from mrl.store.evaluation import write_evaluation
 from mrl.types import Group
 
 ROWS = "rows.jsonl"
@@ -73,22 +71,13 @@ class TestReport:
 
 def write_record(report: TestReport, target: Target, groups: list[Group]) -> Path:
     """Its rollouts and numbers as a run of their own, and its rows beside them. Raises ConfigError, StoreError."""
-    folder = _free(runs_root() / f"eval-{report.test}-{datetime.now():%Y%m%d-%H%M%S}")
-    config = target.config
-    metrics = rollout_metrics(groups, config, "eval") | report.logged
+    metrics = rollout_metrics(groups, target.config, "eval") | report.logged
     if report.found.score is not None:
         metrics["eval/score"] = report.found.score
     if report.found.standard_error is not None:
         metrics["eval/standard_error"] = report.found.standard_error
-    store = RunStore(folder, config)
-    try:
-        store.write_eval(0, metrics, groups)
-        store.event(
-            "evaluation", f"{report.test} of {report.model}", experiment=report.experiment, passed=report.passed
-        )
-        store.finish("finished")
-    finally:
-        store.close()
+    about = {"experiment": report.experiment, "passed": report.passed}
+    folder = write_evaluation(target.config, metrics, groups, of=report.test, model=report.model, **about)
     write_rows(folder / ROWS, report.done)
     return folder
 
@@ -97,11 +86,6 @@ def write_rows(path: Path, rows: Sequence[EvaluationRow]) -> None:
     """One line of JSON each."""
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(row.model_dump_json() + "\n" for row in rows)
-
-
-def _free(folder: Path) -> Path:
-    names = (folder.with_name(f"{folder.name}{'' if n == 1 else f'-{n}'}") for n in range(1, 1000))
-    return next(one for one in names if not one.exists())
 
 
 def reason(row: EvaluationRow) -> str:

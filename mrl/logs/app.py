@@ -14,7 +14,7 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from mrl.errors import MRLError
-from mrl.logs import eval_views, rollout_views, run_views
+from mrl.logs import diff_views, eval_views, rollout_lists, rollout_views, run_views
 from mrl.logs.catalog import Catalog
 from mrl.logs.security import Guard
 from mrl.logs.site import STATIC, Site, site_of
@@ -26,8 +26,10 @@ def create_app(catalog: Catalog, *, token: str | None = None) -> Starlette:
     app = Starlette(
         routes=[
             *run_views.routes(site),
+            *rollout_lists.routes(site),
             *rollout_views.routes(site),
             *eval_views.routes(site),
+            *diff_views.routes(site),
             Mount("/static", _Files(directory=STATIC)),
         ],
         middleware=[Middleware(Guard, token=token), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3)],
@@ -49,7 +51,9 @@ class _Files(StaticFiles):
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = "There is nothing at this address." if error.detail == "Not Found" else error.detail
-    return site_of(request).render(request, "error.html", error.status_code, title="Not found", detail=detail)
+    answer = site_of(request).render(request, "error.html", error.status_code, title="Not found", detail=detail)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _unreadable(request: Request, error: Exception) -> Response:

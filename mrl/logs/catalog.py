@@ -10,8 +10,9 @@ from typing import Any
 
 from mrl.config import load_recipe
 from mrl.errors import MRLError
-from mrl.store.find import REWARD, RunSummary, all_runs, summarize
-from mrl.store.read import RunReader
+from mrl.store.evaluation import EVENT
+from mrl.store.find import COST, REWARD, RunSummary, all_runs, summarize
+from mrl.store.read import RunReader, Split
 from mrl.store.schema import DATABASE
 
 
@@ -24,12 +25,25 @@ class RunRow:
     summary: RunSummary
     model: str = ""
     algorithm: str = ""
+    simple: bool = False
+    """Whether TRL's own loop trains (simple mode), which tells less."""
     total_steps: int | None = None
     best_reward: float | None = None
     best_step: int | None = None
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """Mean reward by step."""
     evaluations: int = 0
+    measured: str | None = None
+    """What an evaluation on its own was of: a test or a dataset. None for runs that train."""
+    policy: str | None = None
+    """Whom it measured."""
+    dollars: float | None = None
+    """What it has cost, where its backend knows prices."""
+
+    @property
+    def split(self) -> Split:
+        """Which of its rollouts are shown where nobody says."""
+        return "train" if self.measured is None else "eval"
 
     @property
     def seconds(self) -> float | None:
@@ -115,6 +129,7 @@ def _read_row(name: str, folder: Path) -> RunRow:
     row = RunRow(name, summarize(folder))
     options = flat_options_of(folder)
     row.model, row.algorithm = str(options.get("model") or ""), algorithm_of(options)
+    row.simple = options.get("mode") == "simple"
     row.total_steps = options.get("max_steps")
     if row.summary.status == "unreadable":
         return row
@@ -122,12 +137,17 @@ def _read_row(name: str, folder: Path) -> RunRow:
         with RunReader(folder) as reader:
             row.rewards = [(step, value) for step, value in reader.series(REWARD) if value == value]
             row.evaluations = len(reader.steps("eval"))
-            starts = reader.events("start")
+            starts, alone = reader.events("start"), reader.events(EVENT)
+            costs = reader.series(COST)
     except MRLError as error:
         row.summary.status, row.summary.error = "unreadable", str(error)
         return row
     if starts and isinstance(total := starts[-1].get("total_steps"), int):
         row.total_steps = total
+    if costs:
+        row.dollars = costs[-1][1]
+    if alone:
+        row.measured, row.policy = str(alone[-1].get("of", "")), str(alone[-1].get("model", ""))
     if row.rewards:
         row.best_step, row.best_reward = max(row.rewards, key=lambda pair: pair[1])
     return row

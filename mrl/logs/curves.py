@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.store.find import COST
 from mrl.store.read import RunReader, Split
 
 MOST_POINTS = 4_000
@@ -56,6 +57,7 @@ PANELS = (
     Panel("Loss", ("train/loss", "eval:eval/loss")),
     Panel("Gradient norm", ("train/grad_norm",)),
     Panel("Learning rate", ("train/learning_rate",)),
+    Panel("Cost", (COST,), "dollars, since the beginning"),
 )
 
 

@@ -26,6 +26,7 @@ Change = Literal["fixed", "broke", "better", "worse", "same", "only a", "only b"
 CHANGES: tuple[Change, ...] = ("fixed", "broke", "better", "worse", "same", "only a", "only b")
 """Fixed: b passes and a did not; broke: the other way round; better and worse: otherwise."""
 LEAST = 1e-9
+HELD_OUT = "its held-out tasks"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class Evaluation:
 
     run: str
     step: int
+    model: str
+    """Whom it measured, as commands name it: `RUN@STEP` of a run that trains."""
+    of: str
+    """On what: a test or a dataset."""
+    trains: bool
+    """Whether its run trains: `step` says when it was."""
     time: float
     rollouts: int
     failed: int
@@ -78,14 +85,16 @@ class Evaluation:
         return [[one.reward for one in attempts] for attempts in self.by_task.values()]
 
 
-def evaluations_of(catalog: Catalog, rows: Iterable[RunRow]) -> list[Evaluation]:
+def evaluations_of(rows: Iterable[RunRow]) -> list[Evaluation]:
     """Every evaluation of these runs, without its attempts."""
     found = []
     for row in rows:
         if row.evaluations:
             with RunReader(row.summary.folder) as reader:
                 for step in reader.steps("eval"):
-                    found.append(Evaluation(row.name, step["step"], step["time"], step["rollouts"], step["failed"]))
+                    at, counts = step["step"], (step["time"], step["rollouts"], step["failed"])
+                    model, of = row.policy or f"{row.name}@{at}", row.measured or HELD_OUT
+                    found.append(Evaluation(row.name, at, model, of, row.measured is None, *counts))
     return found
 
 
@@ -111,8 +120,9 @@ class Difference:
     a: float | None
     b: float | None
     change: Change
-    key_a: int | None
-    key_b: int | None
+    keys_a: list[int]
+    """Of its attempts."""
+    keys_b: list[int]
 
     @property
     def by(self) -> float | None:
@@ -127,9 +137,30 @@ def differences(a: Evaluation, b: Evaluation) -> list[Difference]:
     for task in dict.fromkeys([*tasks_a, *tasks_b]):
         of_a, of_b = tasks_a.get(task, []), tasks_b.get(task, [])
         value_a, value_b = _mean(of_a), _mean(of_b)
-        keys = (of_a[0].key if of_a else None, of_b[0].key if of_b else None)
+        keys = [one.key for one in of_a], [one.key for one in of_b]
         found.append(Difference(task, value_a, value_b, _change(value_a, value_b), *keys))
     return sorted(found, key=lambda one: (CHANGES.index(one.change), -abs(one.by or 0.0), one.task))
+
+
+def counterpart(b: Evaluation, others: Iterable[Evaluation]) -> Evaluation | None:
+    """What `b` is best compared with: the first evaluation of its run, else the newest of the same tasks."""
+    found = [one for one in comparable(b, others) if one is not b]
+    of_its_run = [one for one in found if one.run == b.run]
+    return min(of_its_run, key=lambda one: one.step, default=max(found, key=lambda one: one.time, default=None))
+
+
+def comparable(b: Evaluation, others: Iterable[Evaluation]) -> list[Evaluation]:
+    """Those that have a task in common with `b`, itself included."""
+    tasks = set(b.by_task)
+    return [one for one in others if one is b or not tasks.isdisjoint(one.by_task)]
+
+
+def pair_of(newest_first: list[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
+    """A and B where nobody chose: the newest that there is anything to compare with, and that."""
+    for b in newest_first:
+        if (a := counterpart(b, newest_first)) is not None:
+            return a, b
+    return (newest_first[-1], newest_first[0]) if newest_first else None
 
 
 def paired(rows: Iterable[Difference]) -> Interval | None:
@@ -181,6 +212,8 @@ def pivot(
 
 def label(value: Any) -> str:
     """A column's value as the name of a row."""
+    if value is None:
+        return "–"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

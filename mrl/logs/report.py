@@ -19,7 +19,7 @@ from mrl.logs.evaluations import evaluations_of, fill
 from mrl.logs.site import STATIC, environment
 from mrl.loop.report import before_and_after
 from mrl.store.filters import Filter
-from mrl.store.read import RunReader
+from mrl.store.read import RunReader, Split
 
 EVALUATIONS = 60
 EVENTS = 300
@@ -47,14 +47,14 @@ def report(run: Path, rollouts: int) -> str:
     (name,) = catalog.runs()
     row = catalog.row(name, run)
     with RunReader(run) as reader:
-        found = charts(all_metrics(reader))
+        found = charts(all_metrics(reader)) if row.measured is None else []  # one evaluation is no curve
         wanted = [metric for chart in found for metric in chart.metrics]
         spreads = [std for metric in wanted if (std := spread_of(metric))]
         events = reader.events()
         marks = [{name: event.get(name) for name in ("step", "kind", "message")} for event in events if "step" in event]
         data = {name: {"series": points(reader, [*wanted, *spreads]), "events": marks, "resumes": 0, "live": False}}
-        shown = _rollouts(reader, rollouts)
-    evaluations = evaluations_of(catalog, [row])[-EVALUATIONS:]
+        shown = _rollouts(reader, row.split, rollouts)
+    evaluations = evaluations_of([row])[-EVALUATIONS:]
     fill(catalog, evaluations)
     specs = [
         {
@@ -63,7 +63,7 @@ def report(run: Path, rollouts: int) -> str:
         }
         for chart in found
     ]
-    scripts = [_read("theme.js"), _read("vendor/uPlot.iife.min.js"), _read("charts.js")]
+    scripts = [_read(name) for name in ("theme.js", "vendor/uPlot.iife.min.js", "points.js", "charts.js")]
     styles = _read("vendor/uPlot.min.css") + _read("page.css")
     pairs = before_and_after(run, rollouts) if rollouts else []
     context: dict[str, Any] = {"run": row, "charts": specs, "evaluations": evaluations, "pairs": pairs, "shown": shown}
@@ -73,15 +73,16 @@ def report(run: Path, rollouts: int) -> str:
     return template.render(interval=lambda value: interval(value, 0.0, 1.0), **context)
 
 
-def _rollouts(reader: RunReader, count: int) -> list[tuple[str, list[dict[str, Any]]]]:
-    last = reader.last_step()
+def _rollouts(reader: RunReader, split: Split, count: int) -> list[tuple[str, list[dict[str, Any]]]]:
+    last = reader.last_step(split)
     if not count or last is None:
         return []
-    of_last = Filter(step=last)
+    of_last, failed = Filter(split, step=last), Filter(split, status="failed")
+    which = f" of step {last}" if split == "train" else ""
     keys = {
-        f"Highest rewards of step {last}": reader.page(of_last, limit=count, newest_first=True, order="reward").rows,
-        f"Lowest rewards of step {last}": reader.page(of_last, limit=count, order="reward").rows,
-        "The last that could not be scored": reader.page(Filter(status="failed"), limit=count, newest_first=True).rows,
+        f"Highest rewards{which}": reader.page(of_last, limit=count, newest_first=True, order="reward").rows,
+        f"Lowest rewards{which}": reader.page(of_last, limit=count, order="reward").rows,
+        "The last that could not be scored": reader.page(failed, limit=count, newest_first=True).rows,
     }
     return [(title, [reader.rollout(row["key"]) for row in rows]) for title, rows in keys.items() if rows]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from mrl.store.filters import Filter, Order
-from mrl.store.read import Cursor
+from mrl.store.read import Cursor, Split
 
 PAGE = 50
 FIELDS = ("split", "step", "task", "status", "min", "max", "truncated", "version", "text", "order", "up")
@@ -30,13 +30,14 @@ class RolloutQuery:
     """As it came, without what says nothing."""
 
     @classmethod
-    def of(cls, params: Mapping[str, str]) -> RolloutQuery:
-        """Never raises: what cannot be understood is left out and said."""
+    def of(cls, params: Mapping[str, str], split: Split = "train") -> RolloutQuery:
+        """Never raises: what cannot be understood is left out and said. split: where none is named."""
         query = cls(given={name: value for name in FIELDS if (value := params.get(name, "").strip())})
         given, problems = query.given, query.problems
+        named: Any = _choice(given, "split", ("train", "eval"), problems)
         status: Any = _choice(given, "status", ("ok", "failed"), problems)
         query.where = Filter(
-            split="eval" if _choice(given, "split", ("train", "eval"), problems) == "eval" else "train",
+            split=named or split,
             step=_number(given, "step", int, problems),
             task_id=given.get("task"),
             status=status,
@@ -48,7 +49,7 @@ class RolloutQuery:
         query.text = given.get("text", "")
         order: Any = _choice(given, "order", get_args(Order), problems)
         query.order, query.up = order or "step", given.get("up") == "1"
-        query.after, query.before = _cursor(params, "after", problems), _cursor(params, "before", problems)
+        query.after, query.before = cursor_of(params, "after", problems), cursor_of(params, "before", problems)
         return query
 
     @property
@@ -86,12 +87,25 @@ def _number(given: dict[str, str], name: str, kind: Any, problems: list[str]) ->
         return None
 
 
-def _cursor(params: Mapping[str, str], name: str, problems: list[str]) -> Cursor | None:
+def cursor_of(params: Mapping[str, str], name: str, problems: list[str] | None = None) -> Cursor | None:
+    """What `written` wrote; None for anything else, which `problems` then says."""
     value = params.get(name, "")
     if not value:
         return None
     parts = value.split(".")
-    if len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
+    if len(parts) == 2 and all(map(_is_whole, parts)):
         return Cursor(int(parts[0]), int(parts[1]))
-    problems.append(f"{name}: {value!r} is no place in this list; this is its beginning")
+    if problems is not None:
+        problems.append(f"{name}: {value!r} is no place in this list; this is its beginning")
     return None
+
+
+def whole(params: Mapping[str, str], name: str, default: int = 0) -> int:
+    """A number from 0 on in a link; `default` for anything else."""
+    value = params.get(name, "")
+    return int(value) if _is_whole(value) else default
+
+
+def _is_whole(value: str) -> bool:
+    """Digits that Python and SQLite can hold; not those of other scripts, which `int` may not take."""
+    return value.isascii() and value.isdigit() and len(value) < 16

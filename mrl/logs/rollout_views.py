@@ -1,4 +1,4 @@
-"""Lists of rollouts, one rollout, its group side by side, and the attempts at a task over a run."""
+"""One rollout, and its group side by side."""
 
 from __future__ import annotations
 
@@ -7,107 +7,27 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from mrl.errors import StoreError
 from mrl.logs.catalog import RunRow
-from mrl.logs.rollout_query import PAGE, RolloutQuery, written
+from mrl.logs.rollout_query import RolloutQuery, whole
 from mrl.logs.site import Site, attachment, pretty, site_of
 from mrl.logs.text import content_text, shown
-from mrl.logs.tokens import COLOURS, TOKENS, Tokenizers, stream
-from mrl.store.filters import Filter
+from mrl.logs.tokens import COLOURS, TOKENS, Colour, Tokenizers, stream, unrecorded
 from mrl.store.media import read_image
-from mrl.store.read import COUNT_LIMIT, Page, RunReader
-from mrl.store.rows import jsonable, step_id_of
-from mrl.store.search import search
+from mrl.store.read import RunReader
+from mrl.store.rows import jsonable
 
 VIEWS = ("chat", "tokens", "json")
 SIDE_BY_SIDE = 16
 """Rollouts of a group that are shown at first."""
-ATTEMPTS = 400
-"""Of a task, on one page."""
-SEARCH_SECONDS = 0.4
+MOST_TOKENS = 3 * TOKENS
+"""Of all samples on a page; an attempt whose every turn is a sample of its own has many."""
+LARGEST = 2**53
+"""SQLite's numbers have an end, those in a path have none."""
 TOKENIZERS = Tokenizers()
-
-
-# --- lists ------------------------------------------------------------------------------------------------------------
-
-
-def rollouts(request: Request) -> HTMLResponse:
-    """A page of the rollouts that a filter lets through."""
-    site = site_of(request)
-    row, query = site.row(request), RolloutQuery.of(request.query_params)
-    searched = None
-    with site.reader(row) as reader:
-        try:
-            if query.text:
-                page, searched = _search(request, reader, query)
-                count = None
-            else:
-                page, count = _page(reader, query), reader.count(query.where)
-        except StoreError as error:
-            if not str(error).startswith("policy_version"):
-                raise
-            query.problems.append(str(error))
-            page, count = Page(), 0
-        texts = {key: _preview(text) for key, text in reader.texts([row["key"] for row in page.rows]).items()}
-        total = reader.count(Filter(query.where.split))
-    first, last = (page.rows[0], page.rows[-1]) if page.rows else (None, None)
-    earlier = query.after is not None if query.before is None else page.next is not None
-    later = page.next is not None if query.before is None else True
-    return site.render(
-        request, "rollouts.html", run=row, tab="rollouts", query=query, rows=page.rows, texts=texts, count=count,
-        most=COUNT_LIMIT, total=total, searched=searched, found=_count(request, "found"),
-        before=written(_place(first)) if first and earlier and not query.text else None,
-        after=written(_place(last)) if last and later and not query.text else None,
-        on=written(page.next) if query.text else None,
-    )  # fmt: skip
-
-
-def _page(reader: RunReader, query: RolloutQuery) -> Page:
-    if query.before is None:
-        return reader.page(query.where, limit=PAGE, after=query.after, newest_first=not query.up, order=query.order)
-    page = reader.page(query.where, limit=PAGE, after=query.before, newest_first=query.up, order=query.order)
-    page.rows.reverse()
-    if page.next is None:  # the beginning: a whole page
-        return reader.page(query.where, limit=PAGE, newest_first=not query.up, order=query.order)
-    return page
-
-
-def _search(request: Request, reader: RunReader, query: RolloutQuery) -> tuple[Page, int]:
-    found = search(
-        reader,
-        query.text,
-        query.where,
-        limit=PAGE,
-        after=query.after,
-        newest_first=not query.up,
-        order=query.order,
-        seconds=SEARCH_SECONDS,
-    )
-    before = _count(request, "searched")
-    return Page(found.rows, found.next), found.searched + before
-
-
-def _count(request: Request, name: str) -> int:
-    value = request.query_params.get(name, "0")
-    return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else 0
-
-
-def _place(row: dict[str, Any]) -> tuple[int, int]:
-    return step_id_of(row["split"], row["step"]), row["key"]
-
-
-def _preview(blob: bytes) -> str:
-    """How a completion begins."""
-    import zlib
-
-    texts = json.loads(zlib.decompress(blob).decode("utf-8", "surrogatepass"))
-    messages = texts.get("messages") or []
-    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
-    said = content_text(last.get("content"))
-    return said or (json.dumps(last.get("tool_calls")) if last.get("tool_calls") else str(texts.get("completion", "")))
 
 
 # --- one rollout ------------------------------------------------------------------------------------------------------
@@ -120,8 +40,8 @@ def rollout(request: Request) -> Response:
     view = request.query_params.get("view", "chat")
     view = view if view in VIEWS else "chat"
     with site.reader(row) as reader:
-        found = _one(reader, row, key)
-        group = _group(reader, found)
+        found = one_rollout(reader, row, key)
+        group = reader.group(found["split"], found["step"], found["group"])
         columns = (reader.tasks_called(found["task_id"]) or [{"columns": {}}])[-1]["columns"]
     if request.query_params.get("raw") == "1":
         return Response(
@@ -141,15 +61,27 @@ def rollout(request: Request) -> Response:
 
 
 def _tokens(request: Request, row: RunRow, found: dict[str, Any]) -> dict[str, Any]:
-    colour = request.query_params.get("colour", "logprob")
-    colour = colour if colour in COLOURS else "logprob"
-    at = request.query_params.get("at", "0")
-    start = int(at) if at.isdigit() and len(at) < 10 else 0
+    missing = unrecorded(found["samples"])
+    asked = request.query_params.get("colour")
+    wanted = (one for one in COLOURS if one == asked or (asked not in COLOURS and one not in missing))
+    colour: Colour = next(wanted, "source")
+    start = whole(request.query_params, "at")
     tokenizer, why = TOKENIZERS.of(row.summary.folder)
-    streams = [
-        stream(sample, number, found, tokenizer, colour, start) for number, sample in enumerate(found["samples"])
-    ]
-    return {"streams": streams, "colour": colour, "no_tokenizer": why, "start": start, "per_page": TOKENS}
+    first = whole(request.query_params, "sample")
+    numbers = _that_fit(found["samples"], first)
+    streams = [stream(found["samples"][at], at, found, tokenizer, colour, start) for at in numbers]
+    told = {"missing": missing, "simple": row.simple, "no_tokenizer": why}
+    told |= {"samples": len(found["samples"]), "sample": first, "sample_after": numbers.stop}
+    return {"streams": streams, "colour": colour, "start": start, "per_page": TOKENS, **told}
+
+
+def _that_fit(samples: list[dict[str, Any]], first: int) -> range:
+    """Which samples are shown: from `first` on as many as a page takes, and at least one."""
+    end, tokens = first, 0
+    while end < len(samples) and (end == first or tokens < MOST_TOKENS):
+        tokens += min(len(samples[end]["prompt_ids"]) + len(samples[end]["completion_ids"]), TOKENS)
+        end += 1
+    return range(first, end)
 
 
 def message(request: Request) -> HTMLResponse:
@@ -157,7 +89,7 @@ def message(request: Request) -> HTMLResponse:
     site = site_of(request)
     row = site.row(request)
     with site.reader(row) as reader:
-        found = _one(reader, row, request.path_params["key"])
+        found = one_rollout(reader, row, request.path_params["key"])
     at = request.path_params["at"]
     if at >= len(found["messages"]):
         raise HTTPException(404, "There is no such message.")
@@ -184,9 +116,9 @@ def group(request: Request) -> HTMLResponse:
     row, path = site.row(request), request.path_params
     if path["split"] not in ("train", "eval"):
         raise HTTPException(404, "Rollouts are of `train` or `eval`.")
-    where = Filter(path["split"], step=path["step"])
+    step, number = (min(path[name], LARGEST) for name in ("step", "group"))
     with site.reader(row) as reader:
-        found = [one for one in _of_step(reader, where) if one["group"] == path["group"]]
+        found = reader.group(path["split"], step, number)
         if not found:
             raise HTTPException(404, f"There is no group {path['group']} in step {path['step']}.")
         groups = reader.groups(path["split"], path["step"])
@@ -197,89 +129,20 @@ def group(request: Request) -> HTMLResponse:
     )
 
 
-def task(request: Request) -> HTMLResponse:
-    """The attempts at a task over a run."""
-    site = site_of(request)
-    row, task_id = site.row(request), request.query_params.get("id", "")
-    with site.reader(row) as reader:
-        tasks = reader.tasks_called(task_id)
-        if not tasks:
-            raise HTTPException(404, f"{row.name} has no task {task_id!r}.")
-        attempts = {
-            split: reader.page(Filter(split, task_id=task_id), limit=ATTEMPTS, newest_first=True)
-            for split in ("train", "eval")
-        }
-        counts = {split: reader.count(Filter(split, task_id=task_id)) for split in attempts}  # type: ignore[arg-type]
-        rows = [one for page in attempts.values() for one in page.rows]
-        texts = {key: _preview(text) for key, text in reader.texts([one["key"] for one in rows[:ATTEMPTS]]).items()}
-    dots = [
-        {"x": one["step"], "y": one["reward"], "eval": one["split"] == "eval", "key": one["key"]}
-        for one in rows
-        if one["reward"] is not None and abs(one["reward"]) < float("inf")
-    ]
-    rows.sort(key=lambda one: (-one["step"], one["split"], one["attempt"]))
-    return site.render(
-        request, "task.html", run=row, tab="tasks", task=tasks[-1], versions=len(tasks), rows=rows, texts=texts,
-        counts=counts, dots=dots, shown=ATTEMPTS,
-    )  # fmt: skip
-
-
-def tasks(request: Request) -> HTMLResponse:
-    """A page of a run's tasks."""
-    site = site_of(request)
-    row, after = site.row(request), request.query_params.get("after", "")
-    with site.reader(row) as reader:
-        found = reader.tasks(limit=PAGE + 1, after=after)
-    more = found[PAGE - 1]["id"] if len(found) > PAGE else None
-    return site.render(request, "tasks.html", run=row, tab="tasks", tasks=found[:PAGE], more=more, after=after)
-
-
-def neighbours(request: Request) -> JSONResponse:
-    """Keys of a rollout's neighbours in a list, for the keys that go to the next one."""
-    site = site_of(request)
-    row, query = site.row(request), RolloutQuery.of(request.query_params)
-    keys = []
-    with site.reader(row) as reader:
-        place = _place(_one(reader, row, request.path_params["key"]))
-        for last_first in (query.up, not query.up):
-            where: Any = {"after": place, "limit": 1, "newest_first": last_first, "order": query.order}
-            rows = (
-                search(reader, query.text, query.where, **where).rows
-                if query.text
-                else reader.page(query.where, **where).rows
-            )
-            keys.append(rows[0]["key"] if rows else None)
-    return JSONResponse({"before": keys[0], "after": keys[1]})
-
-
-def _one(reader: RunReader, row: RunRow, key: int) -> dict[str, Any]:
+def one_rollout(reader: RunReader, row: RunRow, key: int) -> dict[str, Any]:
     try:
-        return reader.rollout(min(key, 2**62))
+        return reader.rollout(min(key, LARGEST))
     except StoreError as error:
         if "there is no rollout" not in str(error):
             raise
         raise HTTPException(404, f"{row.name} has no rollout {key}; the step may have been trained again.") from None
 
 
-def _group(reader: RunReader, found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        one for one in _of_step(reader, Filter(found["split"], step=found["step"])) if one["group"] == found["group"]
-    ]
-
-
-def _of_step(reader: RunReader, where: Filter) -> list[dict[str, Any]]:
-    return reader.page(where, limit=100_000).rows
-
-
 def routes(_: Site) -> list[Route]:
     """Those of this file."""
     return [
-        Route("/run/{run}/rollouts", rollouts),
         Route("/run/{run}/rollout/{key:int}", rollout),
         Route("/run/{run}/rollout/{key:int}/message/{at:int}", message),
-        Route("/run/{run}/rollout/{key:int}/neighbours.json", neighbours),
         Route("/run/{run}/image/{sha256}", image),
         Route("/run/{run}/group/{split}/{step:int}/{group:int}", group),
-        Route("/run/{run}/tasks", tasks),
-        Route("/run/{run}/task", task),
     ]

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from mrl.logs.catalog import RunRow, flat_options_of, options_of
 from mrl.logs.curves import all_metrics, charts, points
+from mrl.logs.rollout_query import whole
 from mrl.logs.site import Site, site_of
 from mrl.store.read import RunReader
 
@@ -29,6 +30,7 @@ SORTS: dict[str, Callable[[RunRow], Any]] = {
     "steps": lambda row: row.summary.steps,
     "last": lambda row: row.summary.reward,
     "best": lambda row: row.best_reward,
+    "cost": lambda row: row.dollars,
     "duration": lambda row: row.seconds,
     "created": lambda row: row.summary.created,
 }
@@ -58,6 +60,7 @@ def runs(request: Request) -> HTMLResponse:
     context: dict[str, Any] = {
         "rows": found,
         "all": len(rows),
+        "costs": any(row.dollars is not None for row in rows),
         "statuses": statuses,
         "status": status,
         "sort": sort,
@@ -74,6 +77,8 @@ def run(request: Request) -> HTMLResponse:
     site = site_of(request)
     row = site.row(request)
     with site.reader(row) as reader:
+        if row.measured is not None:
+            return site.render(request, "run_measured.html", run=row, tab="curves", metrics=reader.metrics(0, "eval"))
         names = all_metrics(reader)
         last = reader.metrics(row.summary.steps)
         events = reader.events()
@@ -93,7 +98,7 @@ def run(request: Request) -> HTMLResponse:
     trouble = [event for event in events if event["kind"] in ("warning", "error", "restart")]
     return site.render(
         request, "run.html", run=row, tab="curves", charts=drawn, names=names, last=last, trouble=trouble[-5:][::-1],
-        troubles=len(trouble), x=_known(request, "x", names), y=_known(request, "y", names),
+        troubles=len(trouble), curves=_curves(names), x=_known(request, "x", names), y=_known(request, "y", names),
     )  # fmt: skip
 
 
@@ -107,8 +112,7 @@ def series(request: Request) -> JSONResponse:
     """Points of `metric=`s after the step `since=`, and what pages that follow a run want to know."""
     site = site_of(request)
     row = site.row(request)
-    since = request.query_params.get("since", "-1")
-    after = int(since) if since.removeprefix("-").isdigit() and len(since) < 16 else -1
+    after = whole(request.query_params, "since", -1)
     with site.reader(row) as reader:
         found = points(reader, request.query_params.getlist("metric"), after)
         marks = [
@@ -117,22 +121,29 @@ def series(request: Request) -> JSONResponse:
             for event in reader.events(kind)[-100:]
             if "step" in event
         ]
+        curves = _curves(all_metrics(reader))
     live = row.summary.status in ("running", "unknown")
     about = {"steps": row.summary.steps, "resumes": row.summary.resumes, "live": live, "events": marks}
+    about["curves"] = curves
     return JSONResponse({"series": found, **about}, headers={"cache-control": "no-store"})
+
+
+def _curves(names: list[str]) -> int:
+    """A page that follows a run is made again when there are more of them."""
+    return sum(len(chart.metrics) for chart in charts(names))
 
 
 def events(request: Request) -> HTMLResponse:
     """Everything that a run noted."""
     site = site_of(request)
     row, kind = site.row(request), request.query_params.get("kind", "")
-    before = request.query_params.get("before", "")
+    before = whole(request.query_params, "before")
     with site.reader(row) as reader:
         everything = reader.events()
     kinds = sorted({event["kind"] for event in everything})
     found = [event for event in everything if kind in ("", event["kind"])][::-1]
-    if before.isdigit():
-        found = [event for event in found if event["id"] < int(before[:15])]
+    if before:
+        found = [event for event in found if event["id"] < before]
     more = found[EVENTS - 1]["id"] if len(found) > EVENTS else None
     return site.render(
         request, "events.html", run=row, tab="events", events=found[:EVENTS], kinds=kinds, kind=kind, more=more

@@ -46,6 +46,8 @@ class Guard:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if scope["method"] not in METHODS:
             return await _answer(send, 405, "This page only shows: GET and HEAD are all it knows.")
+        if _is_embedded_elsewhere(headers):
+            return await _answer(send, 403, "Another page asked for this: open it in a tab of its own.")
         if self.token is None:
             if not is_for_this_machine(headers.get("host", "")):
                 return await _answer(
@@ -83,6 +85,13 @@ def _with_headers(send: Any) -> Any:
         await send(message)
 
     return sending
+
+
+def _is_embedded_elsewhere(headers: dict[str, str]) -> bool:
+    """Whether a page from elsewhere wants this as a part of itself, as far as the browser tells. It could not read the
+    answer, but learn from how long it takes, and keep this process busy. A link that is followed is all right."""
+    foreign = headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+    return foreign and headers.get("sec-fetch-mode") != "navigate"
 
 
 def new_token() -> str:

@@ -18,7 +18,7 @@ from mrl.logs.security import new_token
 from mrl.server.serving import is_loopback
 
 TOKEN = "MRL_LOGS_TOKEN"
-"""Environment variable with a token of one's own."""
+"""Environment variable with a token of one's own, which is then asked for on this machine, too."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def take_address(host: str, port: int, *, any_port: bool = False) -> Address:
                 "(0 = any that is free)"
             ) from None
         raise ConfigError(f"--host: {host}:{port} cannot be served ({error.strerror})") from None
-    token = None if is_loopback(str(where[0])) else os.environ.get(TOKEN) or new_token()
+    token = os.environ.get(TOKEN) or (None if is_loopback(str(where[0])) else new_token())
     return Address(made, f"http://{_shown(host)}:{made.getsockname()[1]}/", token)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 
 from mrl.logs.catalog import Catalog, RunRow
 from mrl.logs.text import blocks, content_text, cut, one_line, plain, said, shown
@@ -54,7 +56,8 @@ class Site:
     def reader(self, row: RunRow) -> Iterator[RunReader]:
         """Raises StoreError, or HTTPException 404 where nothing is recorded yet."""
         if not (row.summary.folder / DATABASE).exists():
-            raise HTTPException(404, f"{row.name} has not recorded anything yet: it is loading, or it never began.")
+            detail = f"{row.name} has not recorded anything yet: it is loading, or it never began."
+            raise HTTPException(404, detail, {"refresh": "2"})  # --live gives the link before the run has a folder
         with RunReader(row.summary.folder) as reader:
             yield reader
 
@@ -76,7 +79,9 @@ def environment() -> Environment:
     )
     made.filters |= {
         "num": number,
+        "signed": signed,
         "pct": percent,
+        "dollars": dollars,
         "dur": lasting,
         "when": moment,
         "ago": ago,
@@ -92,9 +97,7 @@ def environment() -> Environment:
         "blocks": lambda value: blocks(content_text(value)),
         "said": said,
         "details": lambda event: {name: value for name, value in event.items() if name not in _EVENT},
-        "plainly": lambda value: (
-            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        ),
+        "plainly": plainly,
     }
     made.globals |= {"link": link, "plural": plural, "static": static_url}
     return made
@@ -110,6 +113,22 @@ def attachment(name: str) -> dict[str, str]:
     """Headers of a file to be saved, under a name that no system minds."""
     safe = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.@") else "_" for letter in name)
     return {"content-disposition": f'attachment; filename="{safe}"'}
+
+
+def csv_file(names: list[str], rows: Iterable[Iterable[Any]], name: str) -> Response:
+    """Rows to be saved, harmless in a spreadsheet."""
+    written = io.StringIO()
+    writer = csv.writer(written)
+    writer.writerow(names)
+    for row in rows:
+        writer.writerow([_harmless(value) for value in row])
+    data = written.getvalue().encode("utf-8", "backslashreplace")
+    return Response(data, media_type="text/csv; charset=utf-8", headers=attachment(f"{name}.csv"))
+
+
+def _harmless(value: Any) -> Any:
+    """Spreadsheets run a cell that begins like a formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r", "\n") else value
 
 
 def static_url(name: str) -> str:
@@ -135,15 +154,25 @@ def number(value: Any, digits: int = 4) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return plain(str(value))
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:.{digits}g}"
 
 
+def signed(value: float | None) -> str:
+    """A difference: `+0.25`, `-0.25`, `–` for None."""
+    return "–" if value is None else f"+{number(value, 3)}" if value > 0 else number(value, 3)
+
+
 def percent(value: Any) -> str:
     """`12.3 %`."""
     return "–" if value is None else f"{value * 100:.1f} %"
+
+
+def dollars(value: float | None) -> str:
+    """`$0.0042`, `$1.20`, `$1,200`."""
+    return "–" if value is None else f"${value:,.2f}" if value >= 0.1 or not value else f"${value:.2g}"
 
 
 def lasting(seconds: float | None) -> str:

@@ -6,7 +6,7 @@ import math
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from markupsafe import Markup
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 TOKENS = 3_000
 """Of a sample, on one page."""
-COLOURS = {
+Colour = Literal["logprob", "gap", "advantage", "source", "version"]
+COLOURS: dict[Colour, str] = {
     "logprob": "logprob of the sampler",
     "gap": "trainer − sampler",
     "advantage": "advantage",
@@ -55,8 +56,17 @@ class Stream:
     sampled: int
     finish_reason: str
     mean_logprob: float | None
+    """None where the sampler told none, as in simple mode."""
     mean_gap: float | None
     """Of what the trainer found to what the sampler said, per sampled token; None where it was not recorded."""
+
+
+def unrecorded(samples: list[dict[str, Any]]) -> set[Colour]:
+    """The colours that say nothing of these samples."""
+    told = any(logprob == logprob for sample in samples for logprob in sample["logprobs"])
+    compared = any(sample.get("trainer_gap") is not None for sample in samples)
+    missing: dict[Colour, bool] = {"logprob": told, "gap": compared}
+    return {colour for colour, there in missing.items() if not there}
 
 
 class Tokenizers:
@@ -112,13 +122,19 @@ def find_tokenizer(run: Path) -> Path | None:
 
 
 def stream(
-    sample: dict[str, Any], number: int, rollout: dict[str, Any], tokenizer: Tokenizer | None, colour: str, start: int
+    sample: dict[str, Any],
+    number: int,
+    rollout: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    colour: Colour,
+    start: int,
 ) -> Stream:
     """A sample's tokens from `start` on, coloured by one of COLOURS."""
     prompt, completion, mask = sample["prompt_ids"], sample["completion_ids"], sample["mask"]
     gaps = sample.get("trainer_gap")
     advantages = sample.get("advantages")
     versions = sample["policy_version"]
+    silent = "logprob" in unrecorded([sample])
     newest = max(versions) if isinstance(versions, list) and versions else versions
     tokens = []
     for place in range(start, min(start + TOKENS, len(prompt) + len(completion))):
@@ -134,13 +150,14 @@ def stream(
         advantage = rollout["advantage"] if advantages is None else advantages[at]
         version = versions[at] if isinstance(versions, list) else versions
         css = {
-            "logprob": _scale("l", -logprob, LOGPROB_BOUNDS),
+            "logprob": "none" if silent else _scale("l", -logprob, LOGPROB_BOUNDS),
             "gap": _signed(gap, GAP_BOUNDS),
             "advantage": _signed(advantage, ADVANTAGE_BOUNDS),
             "source": "s",
             "version": "s" if version == newest else "old",
         }[colour]
-        facts = [f"logprob {logprob:.4g} (p {math.exp(min(logprob, 0.0)):.3g})", f"policy version {version}"]
+        facts = [] if silent else [f"logprob {logprob:.4g} (p {math.exp(min(logprob, 0.0)):.3g})"]
+        facts += [f"policy version {version}"]
         facts += [] if gap is None else [f"trainer {logprob + gap:.4g}, gap {gap:+.2g}"]
         facts += [] if advantage is None else [f"advantage {advantage:+.3g}"]
         tokens.append(_token(tokenizer, completion[at], place, "sampled", css, facts))
@@ -153,7 +170,7 @@ def stream(
         len(prompt),
         len(sampled),
         sample["finish_reason"],
-        _mean([sample["logprobs"][at] for at in sampled]),
+        None if silent else _mean([sample["logprobs"][at] for at in sampled]),
         None if gaps is None else _mean([abs(gaps[at]) for at in sampled]),
     )
 

@@ -9,9 +9,9 @@ from mrl.config import OrchestratorConfig
 from mrl.errors import ConfigError
 from mrl.loop.resources import actor_resources, needs
 from mrl.loop.spawning import backend_of
+from mrl.store.find import COST
 from mrl.store.run import read_rows
 
-METRIC = "cost/dollars"
 EVENT = "cost"
 
 
@@ -39,7 +39,7 @@ class Cost:
     def metrics(self) -> dict[str, float]:
         """Of a step."""
         dollars = self.dollars()
-        return {} if dollars is None else {METRIC: dollars}
+        return {} if dollars is None else {COST: dollars}
 
     def reached(self) -> bool:
         """Whether the run has cost as much as it may."""
@@ -48,7 +48,7 @@ class Cost:
 
 def cost_before(run: Path) -> float:
     """What a recorded run has cost, as far as its record knows: also of steps that it forgets when it is resumed."""
-    known = [row[METRIC] for row in read_rows(run, "metrics") if METRIC in row]
+    known = [row[COST] for row in read_rows(run, "metrics") if COST in row]
     known += [row["dollars"] for row in read_rows(run, "events") if row["kind"] == EVENT]
     return max(known, default=0.0)
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -22,10 +23,12 @@ from mrl.backends.modal.host import bring_files
 from mrl.backends.modal.link import patiently
 from mrl.backends.modal.prices import own_prices
 from mrl.backends.modal.storage import CHECKPOINTS, STORAGE, StorageThere, step_of
+from mrl.backends.modal.writer import Writer, this_process
 from mrl.config import OrchestratorConfig, flat_fields
-from mrl.errors import ConfigError, TrainingError
+from mrl.errors import ConfigError, StoreError, TrainingError
 from mrl.evaltests.find import place_of
 from mrl.loop.cost import check_cost
+from mrl.loop.elsewhere import MakeRun
 from mrl.loop.recorded_run import RecordedRun, RunResult
 from mrl.loop.resources import actor_resources, check_resources, needs, settle_sync
 from mrl.loop.spawning import backend_of
@@ -37,30 +40,16 @@ from mrl.system import shared_disk
 from mrl.system.interrupts import end_process
 from mrl.system.threads import in_thread
 
-MakeRun = Callable[[OrchestratorConfig, Path, bool], RecordedRun]
-"""Makes a run: of a configuration, in a folder, new or to be resumed."""
-
 FOLDERS = ("model", "dataset_name", "eval_dataset")
 PATHS = (
     *FOLDERS,
     *("rollout_func", "rollout_options", "tools", "environment_factory", "evaluation_test", "reward_funcs"),
 )
 """Options that may name files of this machine; the first ones folders too."""
-REWARDS_THERE = (None, "sandbox", ["sandbox"])
-"""Values of `reward_funcs` with which the loop is at Modal, unless it is said where."""
 MIRROR_SECONDS = 10.0
 RUNS = "/root/mrl-runs"
 _WRITTEN_THERE = ("checkpoints", "weights")
 _NOT_KEPT = ("run.lock", f"{DATABASE}-wal", f"{DATABASE}-shm")
-
-
-def is_there(config: OrchestratorConfig) -> bool:
-    """Whether the run's loop is at Modal (backend option `loop`)."""
-    if config.runtime.backend != "modal":
-        return False
-    backend = backend_of(config)
-    assert isinstance(backend, ModalBackend)
-    return backend.loop == "modal" or (backend.loop == "auto" and config.reward.reward_funcs in REWARDS_THERE)
 
 
 class RunOnModal:
@@ -97,7 +86,10 @@ class RunOnModal:
         await backend.reserve({})
         assert backend.storage is not None
         name, folder = self.run_dir.name, f"{STORAGE}/{CHECKPOINTS}/{self.run_dir.name}"
+        session = uuid.uuid4().hex
+        writer = Writer(backend.settings.volume, name, session, this_process())
         try:
+            await in_thread(writer.refuse)
             is_kept = await backend.storage.has(f"{folder}/{CONFIG}")
             if is_kept and not self.resume and self.config.run.resume != "auto":
                 raise ConfigError(
@@ -107,7 +99,7 @@ class RunOnModal:
             if self.resume and not is_kept:
                 await in_thread(backend.storage.upload, self.run_dir, folder)
             config = await self._as_there(backend)
-            work = RunThere(config, name, self.make_run, dict(backend.storage.files), self._names)
+            work = RunThere(config, writer, self.make_run, dict(backend.storage.files), self._names)
             self._there = backend.module.Loop.with_options(**backend.placement)(run=name)
             call = await self._there.train.spawn.aio(cloudpickle.dumps(work))
             if self.signal is not None:  # before there was anybody to tell
@@ -200,7 +192,7 @@ class RunThere:
     """What runs in the loop's container. files: as Call's."""
 
     config: OrchestratorConfig
-    name: str
+    writer: Writer
     make_run: MakeRun
     files: dict[str, str]
     names: dict[str, str]
@@ -211,11 +203,19 @@ class RunThere:
 
     def run(self) -> RunResult:
         """Run, from the beginning or from what the Volume has of this run. What a container leaves, the next one
-        finds."""
+        finds. Raises StoreError when another loop writes this run."""
         os.environ["MRL_RUNS"] = RUNS
+        self.writer.take()
+        try:
+            return self._run()
+        finally:
+            with contextlib.suppress(OSError):  # it counts as gone some time later
+                self.writer.release()
+
+    def _run(self) -> RunResult:
         bring_files(self.files)
-        folder, kept = runs_root() / self.name, STORAGE / CHECKPOINTS / self.name
-        mirror = Mirror(folder, kept, self.names)
+        folder, kept = runs_root() / self.writer.run, STORAGE / CHECKPOINTS / self.writer.run
+        mirror = Mirror(folder, kept, self.names, self.writer)
         mirror.restore()
         self.made = self.make_run(self.config, folder, (folder / CONFIG).exists())
         if self.asked is not None:
@@ -233,10 +233,10 @@ class RunThere:
 
 class Mirror:
     """A run's folder in a container, and what of it outlives that: its record is copied to the Volume every few
-    seconds, and before a checkpoint counts; its checkpoints are written there. names: as RunThere's."""
+    seconds, and before a checkpoint counts; its checkpoints are written there. names, writer: as RunThere's."""
 
-    def __init__(self, folder: Path, kept: Path, names: dict[str, str]) -> None:
-        self.folder, self.kept, self.names = folder, kept, names
+    def __init__(self, folder: Path, kept: Path, names: dict[str, str], writer: Writer) -> None:
+        self.folder, self.kept, self.names, self.writer = folder, kept, names, writer
         self.lock = threading.Lock()
         self.copied: dict[str, float] = {}
 
@@ -255,7 +255,9 @@ class Mirror:
         self._forget_unrecorded()
 
     def write(self) -> None:
-        """Copy what changed. Raises OSError."""
+        """Copy what changed. Raises StoreError when another loop writes this run by now, and OSError."""
+        if not self.writer.stay():
+            raise StoreError(f"run_name: another loop at Modal has taken over the run {self.writer.run!r}")
         with self.lock:
             for path in sorted(self.folder.rglob("*")):
                 relative = path.relative_to(self.folder)
@@ -278,7 +280,8 @@ class Mirror:
 
         def work() -> None:
             while not over.wait(MIRROR_SECONDS):
-                with contextlib.suppress(OSError, sqlite3.Error):  # the next one may do
+                # The next one may do. That another loop writes ends the run where a checkpoint is to count.
+                with contextlib.suppress(OSError, sqlite3.Error, StoreError):
                     self.write()
 
         thread = threading.Thread(target=work, name="mrl-mirror", daemon=True)

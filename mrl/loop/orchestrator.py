@@ -240,9 +240,10 @@ class Orchestrator(RecordedRun):
         if not batch.num_tokens:
             self.watch.no_update(self.step, groups, batch)
         self.progress.stage("training")
+        metrics: dict[str, float]
         with self._timed("train"):
-            metrics = await self.actor.call("train_step", batch)
-            note_per_token(batch, await self.actor.call("trained_logprobs"))
+            metrics, logprobs = await self.actor.call("learn", batch)
+            note_per_token(batch, logprobs)
         if metrics["train/updates_skipped"]:
             skipped = metrics["train/updates_skipped"]
             self._note(f"step {self.step}: {skipped:.0f} update(s) skipped, loss or gradient not finite")

@@ -124,7 +124,7 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
         facts = actor.initialize()
         start = _begin_from_checkpoint(run, step, actor)
         for number in range(start + 1, step + 1):
-            actor.keep_gradient_norms = number == step
+            actor.updates.keep_gradient_norms = number == step
             set_threads(environments[number].get("threads"))
             environment = computing_environment(actor.device) | {"precision": facts["forward_dtype"]}
             changed |= dict.fromkeys(differences(environments[number], environment))
@@ -133,7 +133,7 @@ def replay(run: Path, step: int, device: str | None = None) -> Replay:
             set_reference_logprobs(samples, actor.reference_logprobs(samples, temperature))
             metrics = actor.train_step(make_batch(groups, config))
     shown = [Difference(name, recorded[step][name], value) for name, value in metrics.items() if name in recorded[step]]
-    norms = dict(sorted(actor.gradient_norms.items(), key=lambda item: -item[1]))
+    norms = dict(sorted(actor.updates.gradient_norms.items(), key=lambda item: -item[1]))
     actor.close()
     replayed = [environments[number] for number in range(start + 1, step + 1)]
     known = list(changed) if all(replayed) else None

@@ -16,16 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mrl.algorithms.sampling_estimates import SamplingEstimate, ScoredTokens, estimate_filter, estimate_temperature
 from mrl.mismatch.correction import unexplained_gap
-from mrl.modeling.forward import Forward, evaluating
+from mrl.modeling.evaluating import evaluating
 from mrl.modeling.token_batch import TokenBatch, make_token_batch, versions_of
 from mrl.types import Sample, TrainBatch
+
+if TYPE_CHECKING:
+    from mrl.modeling.forward import Forward
 
 PROBE_SAMPLES, PROBE_CONTEXT, PROBE_TOKENS = 2, 32, 32
 """Sequences that every version scores, and the tokens of each prompt and completion: 128 tokens per publish."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from mrl.algorithms.logprobs import logprobs_from_logits
 from mrl.errors import ModelError
 from mrl.modeling.attention import install
+from mrl.modeling.evaluating import evaluating
 from mrl.modeling.gather import Gather, make_gather
 from mrl.modeling.head import find_head
 from mrl.modeling.images import ImageModel, ImageReader, ImageTokens
@@ -226,19 +227,6 @@ def inside(causal_lm: Any, compute: Callable[[], T]) -> T:
     if not torch.is_grad_enabled():
         causal_lm.reshard()  # no backward pass will
     return found
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """The model is in evaluation mode inside: no dropout, no gradient checkpointing."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def packs_exactly(causal_lm: Any, device: torch.device) -> bool:

@@ -140,18 +140,20 @@ class PageQuery:
                 [*values, self.after[1], *self.after],
             )
         sql = f"""
-            SELECT r.step_id, r.key FROM rollouts AS r {self._index_of_order()} WHERE {conditions}
+            SELECT r.step_id, r.key FROM rollouts AS r {self._index_of_order(db)} WHERE {conditions}
             ORDER BY r.{self.order} {self._direction}, r.step_id {self._direction}, r.key {self._direction}
             LIMIT ? OFFSET ?
         """
         return db.execute(sql, [*values, limit, self.offset])
 
-    def _index_of_order(self) -> str:
+    def _index_of_order(self, db: sqlite3.Connection) -> str:
         where = self.where
         if where.step is not None:
             return "INDEXED BY rollouts_by_step"
         if where.task_id is not None:
             return "INDEXED BY rollouts_by_task"
+        if self._sorts(db):
+            return "INDEXED BY rollouts_by_reward"
         if self.version < LOOKING_SINCE and (where.status != "failed"):
             return "INDEXED BY rollouts_by_reward" if self.order == "reward" else ""
         if where.policy_version is not None:

@@ -18,6 +18,8 @@ from mrl.system.machine import booted, on_this_kernel
 RunStatus = Literal["running", "finished", "interrupted", "failed", "died", "unknown", "unreadable"]
 REWARD = "reward/mean"
 EVAL_REWARD = "eval/mean"
+COST = "cost/dollars"
+"""Of a run since its beginning; only where its backend knows prices."""
 SILENT_SECONDS = 60.0
 """Without a heartbeat for so long, a run gives no sign of life: many heartbeats, and more than a large step's write."""
 

@@ -270,6 +270,11 @@ class RunReader:
         """
         return [dict(row) for row in self._all(sql, (step_id_of(split, step),))]
 
+    def group(self, split: Split, step: int, number: int) -> list[dict[str, Any]]:
+        """Summaries of a group's rollouts, in order; [] for no such group."""
+        sql = "SELECT key FROM rollouts WHERE step_id = ? AND group_index = ? ORDER BY key"
+        return self.summaries([key for (key,) in self._tuples(sql, (step_id_of(split, step), number))])
+
     def attempts(self, split: Split, step: int) -> list[tuple[str, int, Any, int, int, str | None]]:
         """Every rollout of a step, in order: task's id, attempt, reward, tokens, key, error."""
         sql = """

@@ -28,6 +28,17 @@ class Found:
     """Give it as `after` to search on; None = everything was searched."""
 
 
+@dataclass
+class Counted:
+    """How many matches were counted so far."""
+
+    matches: int = 0
+    searched: int = 0
+    """Rollouts that were looked at, of those that the filter lets through."""
+    next: Cursor | None = None
+    """Give it as `after` to count on; None = everything was searched."""
+
+
 def search(
     reader: RunReader,
     wanted: str,
@@ -47,22 +58,57 @@ def search(
     """
     found, end = Found(), clock() + seconds
     keys: list[int] = []
-    cursor = Cursor(*after) if after else None
     match = _matcher(wanted)
-    while len(keys) < limit:
-        page, following = reader.page_of_texts(where, limit=CHUNK, after=cursor, newest_first=newest_first, order=order)
-        for place, texts in page:
+    for chunk, following in _chunks(reader, where, after, newest_first, order):
+        found.next = following
+        for place, texts in chunk:
             found.searched += 1
             if match(texts):
                 keys.append(place.key)
                 if len(keys) == limit:
-                    following = place if place is not page[-1][0] else following
+                    found.next = place if place is not chunk[-1][0] else following
                     break
-        cursor = following
-        if cursor is None or clock() >= end:
+        if len(keys) == limit or clock() >= end:
             break
-    found.rows, found.next = reader.summaries(keys), cursor
+    found.rows = reader.summaries(keys)
     return found
+
+
+def count_matches(
+    reader: RunReader,
+    wanted: str,
+    where: Filter | None = None,
+    *,
+    after: tuple[int, int] | None = None,
+    newest_first: bool = False,
+    order: Order = "step",
+    seconds: float = 0.5,
+    clock: Callable[[], float] = time.monotonic,
+) -> Counted:
+    """How many rollouts behind `after` a `search` would find, as far as so many seconds go. Raises StoreError."""
+    counted, end = Counted(), clock() + seconds
+    match = _matcher(wanted)
+    for chunk, counted.next in _chunks(reader, where, after, newest_first, order):
+        counted.matches += sum(match(texts) for _, texts in chunk)
+        counted.searched += len(chunk)
+        if clock() >= end:
+            break
+    return counted
+
+
+Chunk = list[tuple[Cursor, bytes]]
+
+
+def _chunks(
+    reader: RunReader, where: Filter | None, after: tuple[int, int] | None, newest_first: bool, order: Order
+) -> Iterator[tuple[Chunk, Cursor | None]]:
+    """Places and packed texts, and where to go on."""
+    cursor = Cursor(*after) if after else None
+    while True:
+        chunk, cursor = reader.page_of_texts(where, limit=CHUNK, after=cursor, newest_first=newest_first, order=order)
+        yield chunk, cursor
+        if cursor is None:
+            return
 
 
 def _matcher(wanted: str) -> Callable[[bytes], bool]:

@@ -52,8 +52,8 @@ def micro_batches(report: Report) -> None:
             name = "with checkpointing" if checkpointing else "without checkpointing"
             options = {"gradient_checkpointing": checkpointing}
             actor = make_actor(report.device, model, options, {"max_logprob_gap": None})
-            report.facts[f"{name}: tokens of a micro-batch by default"] = actor.micro_batch_tokens
-            actor.micro_batch_tokens = 1 << 20
+            report.facts[f"{name}: tokens of a micro-batch by default"] = actor.passes.micro_batch_tokens
+            actor.passes.micro_batch_tokens = 1 << 20
             few, many = (long_batch(count) for count in rows)
             actor.train_step(few)  # the optimizer's state is there from now on
             peaks = [peak(report, partial(actor.train_step, batch)) for batch in (few, many)]

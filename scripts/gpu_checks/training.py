@@ -111,5 +111,5 @@ def compare_training(
 def policy_logprobs(actor: Any, batch: Any) -> list[float]:
     """Of the batch's tokens, by the actor as it is now."""
     tokens = make_token_batch(batch, actor.device)
-    found_BT = actor._logprobs(actor.model, tokens)[0].float().cpu()
+    found_BT = actor.passes.policy(tokens)[0].float().cpu()
     return flat([row[: len(s.completion_ids)].tolist() for row, s in zip(found_BT, batch.samples, strict=True)])

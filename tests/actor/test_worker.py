@@ -155,8 +155,8 @@ def test_old_logprobs_are_those_of_a_pass_before_the_update(tiny_model: str) -> 
     actor = make_actor(tiny_model, num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-2)
     before = copy.deepcopy(actor.model)
     seen = []
-    update = actor._update
-    actor._update = lambda parts, *rest: (update(parts, *rest), seen.append(parts))  # type: ignore[method-assign]
+    update = actor.updates.update
+    actor.updates.update = lambda parts, *rest: (update(parts, *rest), seen.append(parts))  # type: ignore[method-assign]
     actor.train_step(batch)
     for part in seen[-1]:
         for row, sample in enumerate(part.samples):

@@ -21,6 +21,7 @@ from mrl.backends.ray import RayBackend, cluster
 from mrl.errors import WorkerDied
 from tests.backends.two_networks import HEAD, OTHER, Networks
 from tests.backends.workers import Worker
+from tests.ports import wait_for
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 SECONDS = 20.0
@@ -67,6 +68,7 @@ class Cut:
         self.address = f"{HEAD}:6390"
         self.started: list[subprocess.Popen[bytes]] = []
         self._start(["--head", "--port=6390", f"--node-ip-address={HEAD}", "--include-dashboard=false"])
+        wait_for(6390, self.started[0], host=HEAD)
         self._start([f"--address={self.address}", f"--node-ip-address={OTHER}"], self.networks.within(1))
 
     def second(self) -> str:
@@ -94,17 +96,6 @@ class Cut:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
         memory = f"--object-store-memory={NODE['object_store_memory']}"
         self.started.append(subprocess.Popen([*within, *ray, memory, *options], start_new_session=True))
-        end = time.monotonic() + 60
-        while time.monotonic() < end:  # it says nothing of when it is there
-            time.sleep(2)
-            status = subprocess.run(
-                [sys.executable, "-m", "ray.scripts.scripts", "status", f"--address={self.address}"],
-                capture_output=True,
-                text=True,
-            )
-            if status.stdout.count(" node_") >= min(len(self.started), 2):  # the third comes when one is lost
-                return
-        raise AssertionError(f"{' '.join(options)} was not there after 60 s: {status.stdout}{status.stderr}")
 
 
 async def main(folder: Path, nodes: Stopped | Cut) -> None:
@@ -113,6 +104,10 @@ async def main(folder: Path, nodes: Stopped | Cut) -> None:
     try:
         (folder / "file").write_text("content")
         needs = {"near": Resources(), "far": Resources()}
+        await backend._connect()
+        async with asyncio.timeout(60):
+            while len(cluster.nodes()) < 2:  # the second one says nothing of when it is there
+                await asyncio.sleep(0.1)
         await backend.reserve(needs)
         workers = [await backend.spawn(Worker, name=name, resources=r, args={}) for name, r in needs.items()]
         assert len({worker.node for worker in workers}) == 2
@@ -126,13 +121,13 @@ async def main(folder: Path, nodes: Stopped | Cut) -> None:
 
         nodes.part()
         start = time.monotonic()
+        nodes.add()  # it takes as long to start as the loss to be noticed
         try:
             await lost.call("wait", 60)
         except WorkerDied as error:
             print(f"noticed after {time.monotonic() - start:.1f} s: {error}", flush=True)
         assert time.monotonic() - start < SECONDS
         assert await kept.call("add", 1) == 1
-        nodes.add()
         again = await backend.spawn(Worker, name=lost.name, resources=Resources(), args={})
         assert again.node not in (lost.node, kept.node)
         assert await again.call("read", there) == "content"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from mrl.backends.modal.backend import gpu_option
 from mrl.backends.modal.gpus import modal_gpu
 from mrl.backends.modal.settings import Settings
 from mrl.backends.modal.storage import STORAGE, digest_of
-from mrl.errors import ConfigError
+from mrl.backends.modal.writer import STALE_SECONDS, Writer
+from mrl.errors import ConfigError, StoreError
 from mrl.system import shared_disk
 from tests.backends.workers import Worker
 
@@ -34,10 +37,29 @@ def test_a_type_that_modal_has_not_and_more_than_fit() -> None:
 
 def test_ranks_share_a_container_and_none_is_rented_for_the_cpu() -> None:
     rank = Resources("A100", 1, env={"RANK": "1", "WORLD_SIZE": "4"})
-    assert gpu_option(rank, "actor") == "A100:4"
-    assert gpu_option(Resources("any", 1), "actor") == "A100"
-    assert gpu_option(Resources("any", 1), "rollout") == "A10"
-    assert gpu_option(Resources(), "rollout") is None
+    assert gpu_option(rank, "actor", 4) == "A100:4"
+    assert gpu_option(Resources("any", 1), "actor", 1) == "A100"
+    assert gpu_option(Resources("any", 1), "rollout", 1) == "A10"
+    assert gpu_option(Resources(), "rollout", 1) is None
+
+
+def test_an_actor_over_several_containers() -> None:
+    ranks = [Resources("H100", 1, env={"RANK": str(rank), "WORLD_SIZE": "16"}) for rank in range(16)]
+    with pytest.raises(ConfigError, match=r"H100:16 is more than the 8 .*backend_options: \{actor_nodes: 2\}"):
+        check_backend("modal", {}, ranks)
+    check_backend("modal", {"actor_nodes": 2}, ranks)
+    with pytest.raises(ConfigError, match=r"actor_nodes is 3, and the actor's 16 ranks are not as many in each"):
+        check_backend("modal", {"actor_nodes": 3}, ranks)
+    with pytest.raises(ConfigError, match=r"actor_nodes is 2, and the actor has one rank; .* actor_gpu: H100:16"):
+        check_backend("modal", {"actor_nodes": 2}, [Resources("H100", 1)])
+    with pytest.raises(ConfigError, match=r"actor_nodes is 0; give a number from 1 to 32"):
+        check_backend("modal", {"actor_nodes": 0}, ranks)
+    prices = [ModalBackend(1.0, actor_nodes=2).price("actor-3", needs) for needs in ranks]
+    assert sum(prices) == pytest.approx(2 * ModalBackend(1.0).price("actor-0", replace_world(ranks[0], 8)) * 8)
+
+
+def replace_world(needs: Resources, ranks: int) -> Resources:
+    return replace(needs, env={**needs.env, "WORLD_SIZE": str(ranks)})
 
 
 @pytest.mark.parametrize(
@@ -121,3 +143,26 @@ async def test_what_is_missing_at_modal_is_said_before_anything_starts() -> None
         with pytest.raises(ConfigError, match=message):
             await backend.reserve({})
         await backend.close()
+
+
+@pytest.mark.modal
+@pytest.mark.usefixtures("modal_account")
+def test_a_run_on_the_volume_has_one_writer() -> None:
+    """Also where the loop's container is followed by another; until nothing is heard of it for a while."""
+    mine, again, other = (Writer("mrl-storage", "r", session, "process 1 on x") for session in ("a", "a", "b"))
+    other.refuse()  # nobody writes
+    mine.take()
+    again.take()
+    for refused in (other.refuse, other.take):
+        with pytest.raises(StoreError, match=r"'r' .* of process 1 on x, last seen \d+ s ago; .* after 60 s"):
+            refused()
+    other.release()  # not its own
+    assert mine.stay()
+    with mine._entries() as entries:
+        entries.put("r", entries.get("r") | {"time": time.time() - STALE_SECONDS})
+    other.take()
+    assert not mine.stay()
+    mine.release()
+    assert other.stay()
+    other.release()
+    mine.take()

@@ -13,6 +13,9 @@ import pytest
 from mrl.cli.flags import ALIASES, FLAG_HELP, PYTHON_ONLY, config_from, parse
 from mrl.cli.main import COMMANDS, TRAIN_BASICS, main
 from mrl.config import flat_fields
+from mrl.store.filters import Filter
+from mrl.store.find import all_runs
+from mrl.store.read import RunReader
 from mrl.store.run import read_rows
 
 FLAGS = [
@@ -74,6 +77,10 @@ def test_train_eval_and_sample(tiny_model: str, folder: Path, capsys: pytest.Cap
     assert report["mean_reward"]["low"] <= report["mean_reward"]["mean"] <= report["mean_reward"]["high"]
     assert set(report["by"]) == {"0", "1"}
     assert len((folder / "all.jsonl").read_text().splitlines()) == 16
+    with RunReader(Path(report["recorded"])) as reader:
+        assert reader.count(Filter("eval")) == 16
+        (event,) = reader.events("evaluation")
+        assert (event["of"], event["model"]) == ("tasks.jsonl:train", "first@2")
 
     assert mrl("eval", "first@2", "--device", "cpu", "--by", "level", "--reward-funcs", "rewards.py:sometimes") == 0
     out = capsys.readouterr().out
@@ -82,8 +89,10 @@ def test_train_eval_and_sample(tiny_model: str, folder: Path, capsys: pytest.Cap
     assert "2 of 4 attempts could not be scored, 2 tasks not at all" in out
     assert "sometimes returned None" in out
 
-    assert mrl("eval", "first", "--device", "cpu", "--max-samples", "3") == 0
+    before = all_runs()
+    assert mrl("eval", "first", "--device", "cpu", "--max-samples", "3", "--no-record") == 0
     assert "\n3 of 4 tasks x 1 attempt; " in capsys.readouterr().out, "what is cut is said"
+    assert all_runs() == before
 
     assert mrl("sample", str(folder / "runs" / "first"), "say 3", "-n", "2", "--max-tokens", "4", "--json") == 0
     printed = json.loads(capsys.readouterr().out)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.actor.objective import Objective
 from mrl.actor.worker import ActorWorker
 from mrl.algorithms import ADVANTAGES, LOSSES, advantage, loss
 from mrl.algorithms.advantages import AdvantageInputs, AdvantageSettings
@@ -124,7 +123,7 @@ def train_or_refuse(actor: ActorWorker, combination: Combination) -> bool:
         assert any(name in message for name in options)
         return False
     actor.config, actor.algorithm = config.training, config.algorithm
-    actor.objective = Objective(config.algorithm, config.training.num_iterations)
+    actor.arrange()
     made = groups()
 
     async def reference_kl(samples: list[Sample]) -> list[float]:

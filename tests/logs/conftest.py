@@ -50,7 +50,9 @@ def groups_of(step: int, *, evaluation: bool = False) -> list[Group]:
     return groups
 
 
-def write_run(folder: Path, *, steps: int = STEPS, status: str = "finished", **options: object) -> Path:
+def write_run(
+    folder: Path, *, steps: int = STEPS, status: str = "finished", costs: bool = False, **options: object
+) -> Path:
     """A run of `steps` steps, evaluated after every fourth."""
     store = RunStore(folder, OrchestratorConfig.from_flat(model="starter", max_steps=steps, **options))
     store.event("start", "workers are up", total_steps=steps)
@@ -72,6 +74,7 @@ def write_run(folder: Path, *, steps: int = STEPS, status: str = "finished", **o
             "time/train": 2.0,
             "train/logprob_gap": 1e-5 * step,
         }
+        metrics |= {"cost/dollars": 0.25 * step} if costs else {}
         store.write_step(step, metrics, groups_of(step))
         if step % 4 == 0:
             store.write_eval(step, {"eval/mean": step / 24}, groups_of(step, evaluation=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from mrl.logs.report import write_report
 from mrl.logs.serve import take_address
 from mrl.store.run import RunStore
 from mrl.types import Group, Rollout, Task
-from tests.logs.conftest import client_of, groups_of, write_run
+from tests.logs.conftest import client_of, groups_of
 
 pytestmark = pytest.mark.browser
 
@@ -31,19 +32,30 @@ PHONE = {"width": 390, "height": 844}
 PHONE_PATHS = (
     *("/", "/run/first", "/run/first/rollouts", "/run/first/rollout/30", "/run/first/rollout/30?view=tokens"),
     *("/run/first/group/train/3/0", "/run/first/events", "/run/first/config", "/run/first/tasks", "/run/first/evals"),
-    *("/evals", "/evals/diff?a=first@4&b=first@8", "/compare?run=first"),
+    *(
+        "/evals",
+        "/evals/diff?a=first@4&b=first@8",
+        "/evals/diff/task?a=first@4&b=first@8&task=task/1",
+        "/compare?run=first",
+    ),
 )
 
 
 @pytest.fixture(scope="module")
 def url(runs: Path) -> Iterator[str]:
     """The page of the runs, on a port."""
+    with served(Catalog(None, runs)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def served(catalog: Catalog) -> Iterator[str]:
     import uvicorn
 
     from mrl.logs.app import create_app
 
     address = take_address("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(Catalog(None, runs)), log_level="error", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(create_app(catalog), log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [address.socket]}, daemon=True)
     thread.start()
     yield address.url.rstrip("/")
@@ -164,6 +176,8 @@ def rows_are(rows: Any, count: int) -> None:
 
 
 def test_rollouts_are_filtered_without_a_reload(page: Any) -> None:
+    from playwright.sync_api import expect
+
     page.goto("/run/first/rollouts")
     page.evaluate("window.kept = true")
     page.locator("[name=status]").select_option("failed")
@@ -173,6 +187,14 @@ def test_rollouts_are_filtered_without_a_reload(page: Any) -> None:
     assert "SandboxError" in page.locator("tr[data-href]").inner_text()
     page.locator("[name=status]").select_option("")
     page.locator("#text").press_sequentially("answer 12.")
+    rows_are(rows, 12)
+    assert page.locator("#matches").inner_text() == "12 of 144 rollouts have"
+    page.locator("#text").fill("print")
+    expect(page.locator("#matches")).to_have_text("144 of 144 rollouts have")  # a page, and the rest counted
+    rows_are(rows, 50)
+    page.locator("tr.more").click()
+    rows_are(rows, 100)
+    page.locator("#text").fill("answer 12.")
     rows_are(rows, 12)
     assert page.evaluate("window.kept")
     page.reload()
@@ -202,6 +224,14 @@ def test_comparing_and_evaluations(page: Any) -> None:
     page.locator(".tally a", has_text="fixed").click()
     page.wait_for_url(re.compile("change=fixed"))
     assert set(page.locator("td .change").all_inner_texts()) == {"▲ fixed"}
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("/evals/diff/task"))
+    left, right = (box.bounding_box() for box in page.locator("article.attempt").all())
+    assert left["y"] == right["y"]
+    assert left["x"] + left["width"] <= right["x"]  # side by side
+    page.keyboard.press("g")
+    page.wait_for_url(re.compile("/evals/diff[?]"))
     page.goto("/evals")
     page.locator("[name=by]").select_option("task")
     page.wait_for_url(re.compile("by=task"))
@@ -237,30 +267,29 @@ def test_light_dark_and_a_phone(chromium: Any, url: str) -> None:
 
 
 def test_a_run_in_progress_moves(chromium: Any, tmp_path: Path) -> None:
-    import uvicorn
-
-    from mrl.logs.app import create_app
-
-    write_run(tmp_path / "moving", steps=2, status="running")
-    store = RunStore.reopen(tmp_path / "moving")
-    address = take_address("127.0.0.1", 0)
-    app = create_app(Catalog(None, tmp_path))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [address.socket]}, daemon=True)
-    thread.start()
-    try:
-        for opened in tab(chromium, address.url.rstrip("/")):
-            opened.goto("/run/moving")
-            opened.wait_for_selector("html[data-drawn]")
-            store.write_step(3, {"reward/mean": 0.8125}, groups_of(3))
+    """From before it is there, as `--live` opens it: nobody has to reload."""
+    folder = tmp_path / "moving"
+    context = chromium.new_context()
+    with served(Catalog([folder], tmp_path)) as url:
+        opened = context.new_page()
+        opened.goto(f"{url}/run/moving")
+        assert "is loading" in opened.locator("main").inner_text()
+        store = RunStore(folder, OrchestratorConfig.from_flat(model="starter", max_steps=3))
+        try:
+            opened.get_by_text("No step is recorded yet").wait_for(timeout=15_000)
+            store.write_step(1, {"reward/mean": 0.5}, groups_of(1))
             store.flush()
-            opened.locator(".legend b", has_text="0.8125").first.wait_for(timeout=15_000)
+            opened.locator(".legend b", has_text="0.5").first.wait_for(timeout=15_000)
+            store.write_step(2, {"reward/mean": 0.8125}, groups_of(2))
+            store.write_eval(2, {"eval/mean": 0.75}, groups_of(2, evaluation=True))
+            store.flush()
+            for text in ("0.8125", "0.75"):  # also the curve that the page did not know
+                opened.locator(".legend b", has_text=text).first.wait_for(timeout=15_000)
             opened.locator("#head .num", has_text="0.812").first.wait_for(timeout=15_000)
-    finally:
-        store.finish("finished")
-        store.close()
-        server.should_exit = True
-        thread.join(10)
+            store.finish("finished")
+        finally:
+            store.close()
+    context.close()
 
 
 def test_hostile_text_runs_nothing(chromium: Any, tmp_path: Path) -> None:

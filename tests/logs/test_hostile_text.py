@@ -56,6 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         samples = [Sample([1, 2**40], [3, 4], [-1.0, float("-inf")], [1, 1], 0)]
         rollout = Rollout(f"r{at}", task.id, 0, messages, samples, attack, attack, reward=0.5, rewards={short: 0.5})
         rollout.extra = {short: short, "verdict": {"status": short, "detail": attack, "tests": 1, "passed": 0}}
+        result = {"reason": attack, "metrics": {short: {"score": short, "reason": attack}}, "is_score_valid": False}
+        rollout.extra["evaluation_result"] = result
         rollout.metrics = {short: 1.0}
         failed = Rollout(f"f{at}", task.id, 1, [], [])
         failed.fail(attack)
@@ -141,7 +143,7 @@ def test_every_view(client: TestClient, folder: Path) -> None:
         check(found.text)
     for path in ("/evals", "/evals?by=answer", "/compare?run=" + href.removeprefix("/run/"), "/run/%3Cscript%3E"):
         check(client.get(path).text)
-    for key in range(1, 2 * len(ATTACKS) + 1):
+    for key in (*range(1, 2 * len(ATTACKS) + 1, 2), 2):  # every attack, and one that failed with it
         for view in ("chat", "tokens", "json"):
             found = client.get(f"{href}/rollout/{key}?view={view}")
             assert found.status_code == 200, (key, view)
@@ -170,7 +172,7 @@ def test_all_of_a_line_of_a_megabyte(client: TestClient) -> None:
 
 def test_a_report(folder: Path) -> None:
     found = report(folder, 20)
-    check(found, inline=4)  # three scripts and the data
+    check(found, inline=5)  # four scripts and the data
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', found)
     assert policy
     assert "unsafe-inline" not in policy[1].split("script-src")[1].split(";")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
@@ -42,6 +43,41 @@ def test_another_name_for_this_machine_is_refused(client: TestClient, host: str)
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
     assert client.request(method, "/run/first").status_code == 405
+
+
+def test_other_pages_cannot_embed_it(client: TestClient) -> None:
+    """Not as an image, a frame or a script, nor from another port of this machine; a link to it is followed."""
+    for site in ("cross-site", "same-site"):
+        for mode in ("no-cors", "cors", "websocket"):
+            found = client.get("/run/first", headers={"sec-fetch-site": site, "sec-fetch-mode": mode})
+            assert found.status_code == 403
+            assert "first" not in found.text
+        assert client.get("/", headers={"sec-fetch-site": site, "sec-fetch-mode": "navigate"}).status_code == 200
+    assert client.get("/", headers={"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}).status_code == 200
+
+
+ODD = ("99999999999999999999999", "²", "-1", "\x00\ud800")
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_values_are_refused_or_left_out(client: TestClient, odd: str) -> None:
+    value = quote(odd, safe="", errors="surrogatepass")
+    for path in (
+        "series.json?since={}",
+        "events?before={}",
+        "rollout/9?view=tokens&at={}",
+        "tasks?after={}",
+        "task?id={}",
+    ):
+        assert client.get(f"/run/first/{path.format(value)}").status_code in (200, 404)
+    for name in ("step", "min", "version", "after", "before", "text", "task", "order", "split"):
+        assert client.get(f"/run/first/rollouts?{name}={value}").status_code == 200
+    for name in ("listed", "searched", "on", "more", "looked", "counting", "total"):
+        assert client.get(f"/run/first/rollouts?text=a&{name}={value}").status_code == 200
+    for path in ("group/train/{}/0", "group/train/1/{}", "rollout/{}", "rollout/9/message/{}", "image/{}"):
+        assert client.get(f"/run/first/{path.format(value)}").status_code == 404
+    for path in ("/evals?e={}&by={}", "/evals/diff?a=first@4&b=first@8&at={}", "/evals/diff?a={}", "/compare?run={}"):
+        assert client.get(path.format(value, value)).status_code in (200, 404)
 
 
 def test_a_token_becomes_a_cookie(runs: Path) -> None:
@@ -102,9 +138,9 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert everywhere.link.endswith(f"?token={everywhere.token}")
     assert socket.gethostname() in everywhere.link
     monkeypatch.setenv(TOKEN, SECRET)
-    own = take_address("0.0.0.0", 0)
-    assert own.token == SECRET
-    for address in (here, beside, everywhere, own):
+    own, shared = take_address("0.0.0.0", 0), take_address("127.0.0.1", 0)
+    assert own.token == shared.token == SECRET  # also here: others may use this machine
+    for address in (here, beside, everywhere, own, shared):
         address.socket.close()
     with pytest.raises(ConfigError, match="--host: 'no-such-host' is no address"):
         take_address("no-such-host", 0)

@@ -86,16 +86,16 @@ def check(model: str, folder: Path, kill: Kill, deaths: list[tuple[str, str, int
 
 @pytest.mark.slow
 def test_an_actor_that_dies_is_replaced_from_the_last_checkpoint(tiny_model: str, tmp_path: Path, kill: Kill) -> None:
-    run = check(tiny_model, tmp_path, kill, [("actor", "train_step", 3)], save_steps=1)
+    run = check(tiny_model, tmp_path, kill, [("actor", "learn", 3)], save_steps=1)
     (event,) = events_of(run, "restart")
-    assert event["message"].startswith("step 3: actor: its process died during train_step()")
+    assert event["message"].startswith("step 3: actor: its process died during learn()")
     # The checkpoint of step 2 is written beside step 3, and may not have been whole.
     assert re.search(r"\. Going on after step [12] with a new worker$", event["message"])
 
 
 @pytest.mark.slow
 def test_without_a_checkpoint_it_goes_on_from_the_start(tiny_model: str, tmp_path: Path, kill: Kill) -> None:
-    run = check(tiny_model, tmp_path, kill, [("actor", "train_step", 2)], save_steps=0)
+    run = check(tiny_model, tmp_path, kill, [("actor", "learn", 2)], save_steps=0)
     (event,) = events_of(run, "restart")
     assert "Going on after step 0" in event["message"]
 
@@ -110,7 +110,7 @@ def test_without_a_checkpoint_it_goes_on_from_the_start(tiny_model: str, tmp_pat
     ids=lambda changes: "-".join(changes),
 )
 def test_in_other_kinds_of_runs(tiny_model: str, tmp_path: Path, kill: Kill, changes: dict[str, Any]) -> None:
-    deaths = [("actor", "train_step", 4), ("actor", "finish_checkpoint", 2), ("actor", "write_weights", 6)]
+    deaths = [("actor", "learn", 4), ("actor", "finish_checkpoint", 2), ("actor", "write_weights", 6)]
     check(tiny_model, tmp_path, kill, deaths, **changes)
 
 
@@ -130,7 +130,7 @@ def test_rollout_and_reward_workers_are_replaced_in_the_midst_of_a_step(
 @pytest.mark.slow
 def test_so_many_deaths_end_the_run(tiny_model: str, tmp_path: Path, kill: Kill) -> None:
     for number in range(2, 9):
-        kill("actor", "train_step", number)
+        kill("actor", "learn", number)
     with pytest.raises(WorkerDied, match="actor: its process died"):
         small_runs.run(tiny_model, tmp_path / "r", **(OPTIONS | {"max_worker_restarts": 2}))
     assert len(events_of(tmp_path / "r", "restart")) == 2

@@ -43,7 +43,7 @@ def test_a_run_of_two_is_the_run_of_one_also_when_one_of_them_dies(
     call, killed = RemoteHandle.call, []
 
     async def counted(self: RemoteHandle, method: str, *args: Any, **kwargs: Any) -> Any:
-        if (self.name, method) == ("actor-1", "train_step"):
+        if (self.name, method) == ("actor-1", "learn"):
             killed.append(method)
             if len(killed) == 2:
                 os.kill(rank_1(), signal.SIGKILL)

@@ -120,6 +120,7 @@ OTHER: dict[str, Any] = {
     "tools": (["my_tools.py:search"], {}),
     "environment_factory": ("my_games.py:Chess", {}),
     "rollout_func": ("my_rollouts.py:play", {}),
+    "evaluation_test": ("my_eval.py", {}),
     "serve": ("127.0.0.1:9000", {}),
     "serve_token_env": ("MY_TOKEN", {}),
     "max_turns": (3, {"rollout_source": "my_game"}),

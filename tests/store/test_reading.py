@@ -182,6 +182,18 @@ def test_pages_of_any_filter_use_an_index(mixed: Path) -> None:
                 assert "TEMP B-TREE" not in plan or "task_key IN (" in sql.replace("\n", " "), (plan, sql)
 
 
+def test_another_order_of_few_rewards_reads_no_others(mixed: Path) -> None:
+    """Walking everything in the order of tokens would look at a million rollouts to find none."""
+    plans: list[str] = []
+    with RunReader(mixed) as reader:
+        reader._connection.set_trace_callback(plans.append)
+        assert reader.page(Filter(reward_min=5.5, reward_max=5.75), order="tokens").rows == []
+        reader._connection.set_trace_callback(None)
+        (sql,) = (sql for sql in plans if "r.tokens" in sql)
+        (row, *_) = reader._all(f"EXPLAIN QUERY PLAN {sql}")
+        assert "rollouts_by_reward" in row["detail"]
+
+
 def test_a_folder_that_cannot_be_written_is_read(make_run: Callable[..., Path]) -> None:
     code = """
 import os, sys

@@ -14,7 +14,7 @@ from mrl.config import OrchestratorConfig
 from mrl.store.filters import Filter
 from mrl.store.read import RunReader
 from mrl.store.run import RunStore
-from mrl.store.search import search
+from mrl.store.search import count_matches, search
 from mrl.types import Group, Rollout, Task
 
 TEXTS = (
@@ -97,3 +97,15 @@ def test_with_a_filter_and_an_order(reader: RunReader) -> None:
     assert (len(keys), searched) == (1, 7)
     highest = search(reader, "part", order="reward", newest_first=True, limit=5)
     assert {row["reward"] for row in highest.rows} == {6.0}
+
+
+def test_counting_goes_on_where_a_search_ended(reader: RunReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mrl.store.search, "CHUNK", 10)
+    found = search(reader, "part", limit=3)
+    matches, searched, after = len(found.rows), found.searched, found.next
+    while after is not None:
+        counted = count_matches(reader, "part", after=after, seconds=0)
+        assert counted.searched <= 10
+        matches, searched, after = matches + counted.matches, searched + counted.searched, counted.next
+    assert (matches, searched) == (70, 70)
+    assert count_matches(reader, "plain", Filter(step=4)).matches == 1

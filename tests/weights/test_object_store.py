@@ -18,7 +18,7 @@ def test_versions_arrive_as_they_were_stored_and_are_freed(tmp_path: Path) -> No
     import ray
     from ray._private.internal_api import memory_summary
 
-    reader = StoredReader(tmp_path / "stored")
+    reader, here = StoredReader(tmp_path / "stored"), ray.get_runtime_context().gcs_address
     for version, dtype in enumerate([None, None, torch.bfloat16]):
         tensors = {
             "large": torch.randn(SMALL // 2, requires_grad=True),
@@ -36,10 +36,10 @@ def test_versions_arrive_as_they_were_stored_and_are_freed(tmp_path: Path) -> No
             assert checksum(held) == found
         assert len(stored.objects) == 2
         ids = [reference.hex() for reference in stored.objects]
-        summary = memory_summary(stats_only=False)
+        summary = memory_summary(here, stats_only=False)
         assert all(one in summary for one in ids)
     del stored
-    summary = memory_summary(stats_only=False)
+    summary = memory_summary(here, stats_only=False)
     assert not any(one in summary for one in ids)
     assert ray.is_initialized()
 

@@ -4,6 +4,7 @@ processes reads them."""
 from __future__ import annotations
 
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mrl.actor.parallel.files import gather_files
 from mrl.actor.parallel.world import World
 from mrl.errors import CheckpointError
 from mrl.weights.sharded import is_sharded
@@ -22,28 +24,31 @@ SHARDS = "trainer/optimizer"
 
 
 def write_shards(world: World, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Write the optimizer's state into a new folder, all ranks together. Raises CheckpointError.
+    """Write the optimizer's state into a new folder, all ranks together, which need not see it: rank 0 gets what others
+    wrote. Raises CheckpointError.
 
     Names are the parameters' and the state's (`model.norm.weight.exp_avg`).
     """
     world.lead(lambda: _make(folder))
-    if int(world.each(torch.tensor(folder.is_dir())).sum()) < world.size:
-        raise CheckpointError(
-            f"{folder.parent}: not every rank of the actor sees this folder, and each writes its part of the "
-            "optimizer's state there; use a run_dir that all machines share"
-        )
+    seen = folder.is_dir()
+    own = None if seen else tempfile.TemporaryDirectory(prefix="mrl-shards-")
     state = {
         f"{name}.{key}": value
         for name, parameter in _named(model, optimizer)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     try:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder if own is None else own.name))
+        if not all(world.everyone(seen)):
+            gather_files(world, folder, None if own is None else Path(own.name))
     except (CheckpointException, OSError) as error:
         raise CheckpointError(
             f"the optimizer's state could not be written to {folder} ({_cause(error)}); free space there, or choose "
             "another run_dir"
         ) from error
+    finally:
+        if own is not None:
+            own.cleanup()
 
 
 def read_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

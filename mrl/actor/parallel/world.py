@@ -58,6 +58,10 @@ class World:
         """Rank 0's value, on every rank. Plain data."""
         return value
 
+    def everyone(self, value: T) -> list[T]:
+        """Every rank's value, on every rank. Plain data."""
+        return [value]
+
     def check_same(self, what: str, value: str) -> None:
         """Raise ModelError when a rank has another value than rank 0."""
 
@@ -112,9 +116,13 @@ class Ranks(World):
         dist.broadcast_object_list(values)
         return value if self.first else values[0]
 
-    def check_same(self, what: str, value: str) -> None:
+    def everyone(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value)
+        return found
+
+    def check_same(self, what: str, value: str) -> None:
+        found = self.everyone(value)
         others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
         if others:
             raise ModelError(

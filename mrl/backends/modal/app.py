@@ -7,13 +7,15 @@ class without parameters would be one pool, of which a weight sync would reach s
 # Modal reads the types of parameters, so annotations are not put off here.
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 import modal
 import modal.experimental
 
-from mrl.backends.modal.host import CONTROL_INPUTS, Host
+from mrl.backends.modal.cluster import Cluster, serve_cluster
+from mrl.backends.modal.host import CONTROL_INPUTS, Host, bring_files
 from mrl.backends.modal.images import rollout_image, training_image
 from mrl.backends.modal.settings import LONGEST, Settings
 from mrl.backends.modal.storage import STORAGE, Mounted
@@ -78,6 +80,43 @@ class ActorWorker(Worker):
     worker: str = modal.parameter(default="")
     before: int = modal.parameter(default=0)
     ranks: int = modal.parameter(default=1)
+
+
+if settings.actor_nodes > 1:  # Modal knows a cluster's size with its class
+
+    @app.cls(image=_training, **_one | {"max_containers": settings.actor_nodes})
+    @modal.concurrent(max_inputs=_inputs)
+    @modal.clustered(size=settings.actor_nodes, rdma=settings.rdma)
+    class ActorCluster:
+        """An actor over several containers. Every input reaches each of them, and the first one's answer counts."""
+
+        run: str = modal.parameter(default="")
+        worker: str = modal.parameter(default="")
+        before: int = modal.parameter(default=0)
+        ranks: int = modal.parameter(default=1)
+
+        @modal.enter()
+        def begin(self) -> None:
+            shared_disk.register(Mounted(volume))
+            context = modal.Cluster.from_context()
+            cluster = Cluster(tuple(context.container_ips()), context.container_rank(), self.run)
+            if cluster.own > 0:
+                serve_cluster(cluster, bring_files)
+            self.host = Host(self.ranks, cluster)
+
+        @modal.method()
+        async def take(self, what: str, given: tuple[Any, ...]) -> Any:  # a cluster's class may have one method
+            if what == "leave":
+                return await modal.experimental.stop_fetching_inputs.aio()
+            named: dict[str, Callable[..., Any]] = {
+                "answer": lambda place, content, begins: self.host.answer(place, content, begins=begins),
+                "give_up": self.host.give_up,
+                "hold": self.host.hold,
+            }
+            answer = await named[what](*given)
+            if not self.host.begun.is_set():
+                await modal.experimental.stop_fetching_inputs.aio()
+            return answer
 
 
 @app.cls(image=_training, **_one)

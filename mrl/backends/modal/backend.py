@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from mrl.backends.inline import InlineBackend
 from mrl.backends.meter import Meter
 from mrl.backends.modal.connection import connect, disconnect
 from mrl.backends.modal.gpus import modal_gpu
-from mrl.backends.modal.link import Container, ModalLink
+from mrl.backends.modal.link import Container, ModalLink, OneMethod
 from mrl.backends.modal.prices import load_prices
 from mrl.backends.modal.settings import LONGEST, Settings, require_modal
 from mrl.backends.modal.storage import Storage, folder_of, storage_of
@@ -24,6 +25,8 @@ from mrl.errors import ConfigError
 from mrl.system.gather import all_of
 
 LOOPS = ("auto", "here", "modal")
+REWARDS_THERE = (None, "sandbox", ["sandbox"])
+"""Values of `reward_funcs` with which the loop is at Modal, unless it is said where."""
 SCORES = "reward-"
 """How the names of workers begin that score."""
 DEFAULT_GPU = {"actor": "A100", "rollout": "A10"}
@@ -31,12 +34,13 @@ DEFAULT_GPU = {"actor": "A100", "rollout": "A10"}
 
 
 class ModalBackend:
-    """What is not given of the first five is as the environment variable MRL_MODAL has it, a JSON object.
+    """What is not given of the first seven is as the environment variable MRL_MODAL has it, a JSON object.
 
     app, volume: their names at Modal; a volume that is named has to be there, the default one is made.
     secrets: names of secrets that containers get, e.g. of a Hugging Face token.
     packages: that containers need besides mrl's own, as pip names them.
     concurrent_inputs: calls that a container takes at a time.
+    actor_nodes: containers that the actor's GPUs are in, as many in each. rdma: ask for RDMA between them.
     scaledown_window: seconds that Modal keeps a container after its run's loop has vanished.
     region, cloud: Modal's, for all containers.
     env: environment variables of all containers; what is secret belongs into a secret.
@@ -60,6 +64,8 @@ class ModalBackend:
         secrets: Sequence[str] | None = None,
         packages: Sequence[str] | None = None,
         concurrent_inputs: int | None = None,
+        actor_nodes: int | None = None,
+        rdma: bool | None = None,
         scaledown_window: int = 300,
         region: str | None = None,
         cloud: str | None = None,
@@ -77,6 +83,8 @@ class ModalBackend:
             "secrets": secrets,
             "packages": packages,
             "concurrent_inputs": concurrent_inputs,
+            "actor_nodes": actor_nodes,
+            "rdma": rdma,
         }
         given = {name: value for name, value in options.items() if value is not None}
         self.settings = Settings.of(asdict(Settings.from_environment()) | given)
@@ -115,18 +123,23 @@ class ModalBackend:
     @staticmethod
     def check(resources: list[Resources], **options: Any) -> None:
         """Raises ConfigError, also without modal; asks nobody."""
-        ModalBackend(1.0, **options)
+        backend = ModalBackend(1.0, **options)
         require_modal()
         for needs in resources:
-            gpu_option(needs, "actor")
+            backend._gpu(needs, "actor")
+        if (nodes := backend.settings.actor_nodes) > 1 and {ranks_of(needs) for needs in resources} == {1}:
+            raise ConfigError(
+                f"backend_options: actor_nodes is {nodes}, and the actor has one rank; give it a GPU and more in each "
+                f"container, e.g. actor_gpu: H100:{8 * nodes}"
+            )
 
     def price(self, name: str, resources: Resources) -> float:
         """By list prices. Of ranks that share a container, each one's part. Memory counts where some is asked for.
         Workers that score are where the loop is, and cost nothing of their own."""
         if name.startswith(SCORES):
             return 0.0
-        ranks = int(resources.env.get("WORLD_SIZE", "1"))
-        gpu = gpu_option(resources, name.partition("-")[0])
+        ranks = self._ranks_here(resources)
+        gpu = self._gpu(resources, name.partition("-")[0])
         memory = resources.memory_mb or (self.memory_mb if gpu is not None else None)
         return self.prices.per_hour(gpu, resources.cpus * ranks, memory) / ranks
 
@@ -148,7 +161,8 @@ class ModalBackend:
         try:
             await handle.start(worker, args)
         except BaseException:
-            self.handles.remove(handle)
+            with contextlib.suppress(ValueError):  # the backend was closed meanwhile
+                self.handles.remove(handle)
             await link.end()
             raise
         return handle
@@ -173,6 +187,10 @@ class ModalBackend:
         """Reward functions run where the loop runs, which may be the only place that has what they need."""
         return self.here
 
+    def takes_loop(self, reward_funcs: Any) -> bool:
+        """As option `loop` says it."""
+        return self.loop == "modal" or (self.loop == "auto" and reward_funcs in REWARDS_THERE)
+
     async def close(self) -> None:
         handles, self.handles = self.handles, []
         await all_of([self.here.close(), *(handle.kill() for handle in handles)])
@@ -192,35 +210,59 @@ class ModalBackend:
 
     def _container(self, name: str, resources: Resources, *, vllm: bool) -> Container:
         """Of a worker; ranks that train together are in one."""
-        ranks = int(resources.env.get("WORLD_SIZE", "1"))
+        ranks = ranks_of(resources)
         role = name.partition("-")[0]
         shared = self.shared.get(role) if ranks > 1 else None
         if shared is not None and shared.gone is None:
             return shared
-        kind = {"actor": "ActorWorker", "rollout": "VLLMRolloutWorker" if vllm else "RolloutWorker"}
+        spread = ranks > 1 and self.settings.actor_nodes > 1
+        actor = "ActorCluster" if spread else "ActorWorker"
+        kind = {"actor": actor, "rollout": "VLLMRolloutWorker" if vllm else "RolloutWorker"}
         options: dict[str, Any] = {
             **self.placement,
-            "cpu": resources.cpus * ranks,
+            "cpu": resources.cpus * self._ranks_here(resources),
             "timeout": min(LONGEST, int(self.call_timeout) + 60),
             "scaledown_window": self.scaledown_window,
         }
         env = {**self.placement.get("env", {}), **(resources.env if ranks == 1 else {})}
-        gpu = gpu_option(resources, role)
+        gpu = self._gpu(resources, role)
         memory = resources.memory_mb or (self.memory_mb if gpu is not None else None)
         options |= {name: value for name, value in (("gpu", gpu), ("memory", memory), ("env", env)) if value}
         before = self.names.setdefault(name, itertools.count())
         cls = getattr(self.module, kind.get(role, "EnvironmentWorker")).with_options(**options)
         instance = cls(run=self.run, worker=role if ranks > 1 else name, before=next(before), ranks=ranks)
         assert self.storage is not None
-        container = Container(instance, self.storage, self.settings.concurrent_inputs)
+        one = OneMethod(instance) if spread else instance
+        container = Container(one, self.storage, self.settings.concurrent_inputs)
         if ranks > 1:
             self.shared[role] = container
         return container
 
+    def _ranks_here(self, resources: Resources) -> int:
+        """In one container. Raises ConfigError where they are not as many in each."""
+        ranks, nodes = ranks_of(resources), self.settings.actor_nodes
+        if ranks == 1 or nodes == 1:
+            return ranks
+        if ranks % nodes:
+            raise ConfigError(
+                f"backend_options: actor_nodes is {nodes}, and the actor's {ranks} ranks are not as many in each "
+                "container; give a number of GPUs that it divides"
+            )
+        return ranks // nodes
 
-def gpu_option(resources: Resources, role: str) -> str | None:
-    """What Modal takes as `gpu=` for a worker. role: decides the type where none is named. Raises ConfigError."""
-    ranks = int(resources.env.get("WORLD_SIZE", "1"))
+    def _gpu(self, resources: Resources, role: str) -> str | None:
+        """What Modal takes as `gpu=` for one of a worker's containers. Raises ConfigError."""
+        return gpu_option(resources, role, self._ranks_here(resources))
+
+
+def ranks_of(resources: Resources) -> int:
+    """How many train together with a worker, itself among them."""
+    return int(resources.env.get("WORLD_SIZE", "1"))
+
+
+def gpu_option(resources: Resources, role: str, ranks: int) -> str | None:
+    """What Modal takes as `gpu=` for a container of so many ranks. role: decides the type where none is named. Raises
+    ConfigError."""
     number = resources.gpus * ranks
     if resources.gpu is None or not number:
         return None

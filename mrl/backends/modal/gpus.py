@@ -38,6 +38,7 @@ def modal_gpu(kind: str, number: int) -> str:
     if number > GPUS[name]:
         raise ConfigError(
             f"actor_gpu and rollout_gpu: {kind}:{number} is more than the {GPUS[name]} of this type that a container "
-            "of Modal's can have; take fewer, or a larger type"
+            "of Modal's can have; take fewer, a larger type, or for the actor several containers "
+            f"(backend_options: {{actor_nodes: {-(-number // GPUS[name])}}})"
         )
     return name if number == 1 else f"{name}:{number}"

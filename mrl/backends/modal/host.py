@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
+from mrl.backends.modal.cluster import Cluster, bring_there, rank_environment, start_rank, start_there
 from mrl.backends.remote import Gone
 from mrl.backends.served import START, Answer, Served
 from mrl.backends.sockets import SocketLink
@@ -55,18 +54,21 @@ class _Server(Protocol):
 
 
 class Host:
-    """The workers of one container. Modal delivers inputs in any order, so each says which place it has among all.
+    """The workers of one container, or of a cluster of them, in each of which there is one: the first one's answers.
+    Modal delivers inputs in any order, so each says which place it has among all.
 
     ranks: how many processes there are to be; 1 = the worker lives in this one.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, cluster: Cluster | None = None) -> None:
+        self.ranks, self.cluster = ranks, cluster
         self.workers: dict[str, _Server] = {}
         self.begun = asyncio.Event()
         """Set once a worker was to be made here: a container that takes a lost one's place gets its inputs, but not
         this one."""
         self.copying = asyncio.Lock()
+        self.brought: dict[int, set[str]] = {}
+        """What other containers of the cluster have, by their number in it."""
         self.next_place = 0
         self.waiting: dict[int, asyncio.Future[None]] = {}
 
@@ -76,6 +78,8 @@ class Host:
             self.begun.set()
         elif not self.begun.is_set():
             return cloudpickle.dumps(LOST)
+        if self.cluster is not None and self.cluster.own > 0:
+            return b""
         try:
             await self._in_turn(place)
         except TimeoutError:  # what was before it was answered by another container
@@ -83,7 +87,7 @@ class Host:
         try:
             async with self.copying:  # calls stay in order
                 call: Call = cloudpickle.loads(content) if begins else await in_thread(cloudpickle.loads, content)
-                await in_thread(bring_files, call.files)
+                await self._bring(call)
                 server = await self._server(call)
         except Exception as error:
             return cloudpickle.dumps(("raised", RuntimeError(f"the call could not be made there: {error}")))
@@ -101,7 +105,7 @@ class Host:
 
     async def give_up(self, place: int, worker: str, number: int) -> None:
         """Cancel a call."""
-        if self.begun.is_set():
+        if self.begun.is_set() and (self.cluster is None or self.cluster.own == 0):
             with contextlib.suppress(TimeoutError):
                 await self._in_turn(place)
             if worker in self.workers:
@@ -129,12 +133,38 @@ class Host:
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
+    async def _bring(self, call: Call) -> None:
+        """Files where the worker is."""
+        place = self._place(call.worker)
+        if self.cluster is None or place == 0:
+            await in_thread(bring_files, call.files)
+            return
+        brought = self.brought.setdefault(place, set())
+        if missing := {path: source for path, source in call.files.items() if path not in brought}:
+            await bring_there(self.cluster, place, missing)
+            brought.update(missing)
+
+    def _place(self, worker: str) -> int:
+        """In which container of the cluster it lives."""
+        return self.cluster.place(_rank(worker), self.ranks) if self.cluster is not None else 0
+
     async def _server(self, call: Call) -> _Server | None:
         if call.method == START:
-            self.workers[call.worker] = (
-                Here(call.worker) if self.ranks == 1 else await start_process(call.worker, self.ranks)
-            )
+            self.workers[call.worker] = Here(call.worker) if self.ranks == 1 else await self._start(call.worker)
         return self.workers.get(call.worker)
+
+    async def _start(self, name: str) -> SocketLink:
+        """A process for one rank."""
+        rank = _rank(name)
+        if self.cluster is not None and self._place(name) > 0:
+            return await start_there(self.cluster, name, rank, self.ranks)
+        here, there = socket.socketpair()
+        nodes, address = (1, None) if self.cluster is None else (len(self.cluster.addresses), self.cluster.addresses[0])
+        start_rank(name, rank_environment(rank, self.ranks, self.ranks // nodes, address), there)
+        here.setblocking(False)
+        link = SocketLink(name, here)
+        await link.open()
+        return link
 
 
 class Here:
@@ -152,19 +182,9 @@ class Here:
         self.served.give_up(number)
 
 
-async def start_process(name: str, ranks: int) -> SocketLink:
-    """A process for one rank: `name` ends with its number."""
-    here, there = socket.socketpair()
-    number = name.rpartition("-")[2]
-    env = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(ranks)}
-    env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    command = [sys.executable, "-m", "mrl.backends.modal.rank", name, str(there.fileno())]
-    subprocess.Popen(command, env=os.environ | env, pass_fds=[there.fileno()])
-    there.close()
-    here.setblocking(False)
-    link = SocketLink(name, here)
-    await link.open()
-    return link
+def _rank(worker: str) -> int:
+    """A rank's name ends with its number."""
+    return int(worker.rpartition("-")[2])
 
 
 def bring_files(files: Mapping[str, str]) -> None:

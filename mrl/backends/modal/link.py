@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Mapping
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -128,6 +129,23 @@ class Container:
         finally:
             for task in (asked, ended):
                 task.cancel()
+
+
+class OneMethod:
+    """An instance of ActorCluster, which has one method, as one of the other classes, which have several."""
+
+    def __init__(self, instance: Any) -> None:
+        for name in ("answer", "give_up", "hold", "leave"):
+            setattr(self, name, SimpleNamespace(spawn=_Named(instance.take, name)))
+
+
+class _Named:
+    def __init__(self, method: Any, name: str) -> None:
+        self.method, self.name = method, name
+
+    async def aio(self, *args: Any) -> Any:
+        """Send it."""
+        return await self.method.spawn.aio(self.name, args)
 
 
 class ModalLink:

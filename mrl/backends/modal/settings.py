@@ -17,6 +17,8 @@ VARIABLE = "MRL_MODAL"
 
 LONGEST = 24 * 3600
 """Seconds a call may take at Modal."""
+_NUMBERS = {"concurrent_inputs": 1000, "actor_nodes": 32}
+"""The largest of each."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Settings:
     secrets: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     concurrent_inputs: int = 32
+    actor_nodes: int = 1
+    rdma: bool = False
 
     @classmethod
     def from_environment(cls) -> Settings:
@@ -71,9 +75,11 @@ def _check(where: str, name: str, value: Any) -> None:
     if name in ("secrets", "packages"):
         good = isinstance(value, (list, tuple)) and all(isinstance(one, str) and one for one in value)
         wanted = "a list of names, e.g. [huggingface]" if name == "secrets" else "a list for pip, e.g. [math-verify]"
-    elif name == "concurrent_inputs":
-        good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1000
-        wanted = "a number from 1 to 1000"
+    elif name in _NUMBERS:
+        good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _NUMBERS[name]
+        wanted = f"a number from 1 to {_NUMBERS[name]}"
+    elif name == "rdma":
+        good, wanted = isinstance(value, bool), "true or false"
     else:
         good, wanted = isinstance(value, str) and bool(value), "a name"
     if not good:

@@ -51,6 +51,7 @@ class RayBackend:
         shared_disk: bool | None = None,
         autoscaling: bool = False,
     ) -> None:
+        cluster.check_options(address, runtime_env, placement_timeout, shared_disk, autoscaling)
         self.call_timeout, self.address, self.runtime_env = call_timeout, address, runtime_env
         self.placement_timeout, self.autoscaling = placement_timeout, autoscaling
         self.shares_disk = self.common_disk = address == cluster.LOCAL if shared_disk is None else shared_disk
@@ -63,16 +64,9 @@ class RayBackend:
         self.files = Files(f"/tmp/mrl-ray-{uuid.uuid4().hex[:12]}")
 
     @staticmethod
-    def check(
-        resources: list[Resources],
-        address: str = cluster.LOCAL,
-        runtime_env: Mapping[str, Any] | None = None,
-        placement_timeout: float = 300.0,
-        shared_disk: bool | None = None,
-        autoscaling: bool = False,
-    ) -> None:
+    def check(resources: list[Resources], **options: Any) -> None:
         """What the cluster has is asked when it is there (`reserve`). Raises ConfigError, also without ray."""
-        cluster.check_options(address, runtime_env, placement_timeout, shared_disk, autoscaling)
+        cluster.check_environments(RayBackend(1.0, **options).runtime_env)
 
     def price(self, name: str, resources: Resources) -> None:
         """What the cluster costs is not known here."""
@@ -136,6 +130,9 @@ class RayBackend:
 
     def scorers(self) -> RayBackend:
         return self
+
+    def takes_loop(self, reward_funcs: Any) -> bool:
+        return False
 
     async def close(self) -> None:
         handles, self.handles = self.handles, []

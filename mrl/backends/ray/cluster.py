@@ -51,7 +51,7 @@ def require_ray() -> None:
 
 
 def check_options(address: str, runtime_env: Any, placement_timeout: Any, shared_disk: Any, autoscaling: Any) -> None:
-    """Raise ConfigError for bad `backend_options`."""
+    """Raise ConfigError for bad `backend_options`; asks neither ray nor a cluster."""
     if not isinstance(address, str) or not address:
         raise ConfigError(
             f"backend_options: address is {address!r}; give local, auto, or HOST:PORT of a cluster's head"
@@ -70,6 +70,10 @@ def check_options(address: str, runtime_env: Any, placement_timeout: Any, shared
         raise ConfigError(
             f"backend_options: runtime_env is {runtime_env!r}; give a mapping, e.g. {{pip: [math-verify]}}"
         )
+
+
+def check_environments(runtime_env: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError without ray, and for what it takes for no environment."""
     require_ray()
     from ray.runtime_env import RuntimeEnv
 

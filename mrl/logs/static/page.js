@@ -29,6 +29,9 @@
     // The table of runs refreshes itself: what its own form holds is for comparing.
     if (event.detail.elt.id === "runs") for (const name of Object.keys(given)) delete given[name];
   });
+  // Fields that search while one types say "change" when they are left: a list that is there already is not made again,
+  // least of all under the click that left the field.
+  document.addEventListener("change", (event) => { if (event.target.matches("[data-search]")) event.stopPropagation(); }, true);
   document.addEventListener("htmx:beforeRequest", (event) => {
     const busy = event.detail.elt.id === "runs" && (picked().length || document.hidden || selected());
     if (busy || (event.detail.elt.id === "head" && document.hidden)) event.preventDefault();
@@ -60,6 +63,17 @@
         if (token) fact.textContent = `${JSON.stringify(token.textContent)} · ${token.title}`;
       });
     }
+  }
+
+  // A run without curves yet: the page is made again when there are some.
+  const waiting = $("[data-wait]");
+  if (waiting) {
+    setInterval(async () => {
+      if (document.hidden) return;
+      try {
+        if ((await (await fetch(waiting.dataset.wait)).json()).curves) location.reload();
+      } catch { /* the next time */ }
+    }, 2000);
   }
 
   // --- keys ------------------------------------------------------------------------------------------------------
