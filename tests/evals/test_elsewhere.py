@@ -217,9 +217,9 @@ class Asked(RewardWorker):
         return [row.messages[0].text for row in find_test(test).training_rows()]
 
 
-def test_a_module_cannot_be_sent_to_a_loop_at_modal(tiny_model: str) -> None:
+def test_a_module_cannot_be_sent_to_a_loop_at_modal() -> None:
     from mrl.loop.on_modal import _test_as_file
 
-    config = OrchestratorConfig.from_flat(model=tiny_model, evaluation_test="tests.evals.scored_by_tests:distinct")
+    config = OrchestratorConfig.from_flat(model="starter", evaluation_test="tests.evals.scored_by_tests:distinct")
     with pytest.raises(ConfigError, match=r"name it file\.py:name"):
         _test_as_file(config)
