@@ -27,6 +27,7 @@ STEPS, SAMPLES, TOKENS = 3, 8, 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ways", nargs="+", default=["fsdp", "ddp"], help="`actor_parallelism` of several ranks")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -39,7 +40,7 @@ def main() -> None:
         build_model(folder, arguments.layers, arguments.hidden)
         print(f"{'':14}{'weights':>9}{'state':>9}{'gradients':>11}{'resident':>10}{'loss':>12}")
         for size in arguments.ranks:
-            for way in ("fsdp", "ddp") if size > 1 else ("fsdp",):
+            for way in arguments.ways if size > 1 else ("fsdp",):
                 found = run(folder, way, size)
                 name = "one process" if size == 1 else f"{way}, {size} ranks"
                 print(

@@ -16,7 +16,8 @@ with the workers:
 - fan-out: a version of --fanout-mb megabytes sent to n workers in processes of their own, which load it into memory of
   theirs and confirm its checksum, against copying the same bytes once for each of them (the median of several syncs,
   each with the copies measured right before it; as many copies at a time as there are cores). `network` has the workers
-  fetch it from the actor over TCP, as those on other machines do.
+  fetch it from the actor over TCP, as those on other machines do. With --fanout-on-ray they are on a Ray cluster of the
+  run's own, and the methods are `direct` and `object_store`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ MODES: dict[str, dict[str, Any]] = {"off": {}, "queue": {"async_mode": "queue", 
 GENERATIONS = 8
 WARM_UP = 2
 FANOUTS = ("direct", "network", "reload")
+ON_RAY = ("direct", "object_store")
 
 
 def main() -> None:
@@ -68,12 +70,17 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=64.0, help="tokens per second of one request")
     parser.add_argument("--train-seconds", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=5, help="counted ones, after two that are not")
-    parser.add_argument("--fanout", choices=FANOUTS, nargs="*", default=list(FANOUTS))
+    parser.add_argument("--fanout", choices={*FANOUTS, *ON_RAY}, nargs="*")
+    parser.add_argument("--fanout-on-ray", action="store_true")
     parser.add_argument("--fanout-mb", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=3, help="syncs of which the median is taken")
     parser.add_argument("--json", type=Path, help="where the rows are written")
     parser.add_argument("--svg", type=Path, help="where the plot is written")
     options = parser.parse_args()
+    can = ON_RAY if options.fanout_on_ray else FANOUTS
+    options.fanout = list(can) if options.fanout is None else options.fanout
+    if not {*options.fanout} <= {*can}:
+        parser.error(f"--fanout {' '.join(options.fanout)}: there are {', '.join(can)} here (--fanout-on-ray)")
     rows = [row for mode in options.modes for row in throughput(mode, options)]
     sent = asyncio.run(fan_out(options)) if options.fanout else []
     if options.json is not None:
@@ -268,14 +275,10 @@ class SimulatedActor:
         nothing = {"parameters": 0, "trainable_parameters": 0, "environment": {}, "notices": []}
         return {**nothing, "device": "none", "forward_dtype": "float32", "full_logits": False, "packing": False}
 
-    async def train_step(self, batch: Any) -> dict[str, float]:
+    async def learn(self, batch: Any) -> tuple[dict[str, float], list[list[float]]]:
+        """The logprobs are the sampler's: the record takes one for each token."""
         await asyncio.sleep(self.seconds)
-        self.samples = batch.samples
-        return {"train/updates_skipped": 0.0}
-
-    async def trained_logprobs(self) -> list[list[float]]:
-        """As the sampler has them: the record takes one for each token."""
-        return [sample.logprobs for sample in self.samples]
+        return {"train/updates_skipped": 0.0}, [sample.logprobs for sample in batch.samples]
 
     async def write_weights(self, folder: str, version: int, **_: Any) -> WeightRef:
         return WeightRef(version, path=folder)
@@ -302,12 +305,13 @@ class SimulatedBackend(InlineBackend):
 
 async def fan_out(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each method and number of workers."""
+    from mrl.backends.ray import RayBackend
     from tests.process_backend import ProcessBackend
 
     print(f"\nfan-out of {options.fanout_mb} MB, seconds\n")
     print("| method | workers | publish | load | copies | (publish + load) / copies | GB/s into workers |")
     print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
-    backend = ProcessBackend(600.0)
+    backend: Any = RayBackend(600.0) if options.fanout_on_ray else ProcessBackend(600.0)
     rows = []
     try:
         await backend.spawn(Publishing, name="actor", resources=Resources(), args={"megabytes": options.fanout_mb})
@@ -416,6 +420,9 @@ class Publishing:
 
     def write_memory(self, version: int, **options: Any) -> WeightRef:
         return self.publisher.in_memory(version, **options)
+
+    def write_objects(self, version: int, **options: Any) -> WeightRef:
+        return self.publisher.in_object_store(version, **options)
 
     def close(self) -> None:
         self.publisher.close()

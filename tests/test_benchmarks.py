@@ -12,7 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 QUICK: dict[str, tuple[str, str]] = {
-    "actor_ranks": ("--ranks 2 --layers 2 --hidden 64", "fsdp, 2 ranks"),
+    "actor_ranks": ("--ranks 2 --ways fsdp --layers 2 --hidden 64", "fsdp, 2 ranks"),
     "decode": ("--only 1M --case equal --repeats 1", "equal prompts"),
     "evaluation_concurrency": ("--rows 2 --milliseconds 1 --repeats 1", "x the 0.003 s of the steps"),
     "logs_page": ("--steps 60 --per-step 32 --repeats 1", "rollouts/s"),

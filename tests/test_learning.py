@@ -29,7 +29,7 @@ def pass_rates(run: Path) -> list[float]:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("steps", "reached"),
-    [pytest.param(50, 0.55, marks=pytest.mark.slow), pytest.param(300, 0.75, marks=pytest.mark.soak)],
+    [pytest.param(30, 0.53, marks=pytest.mark.slow), pytest.param(300, 0.75, marks=pytest.mark.soak)],
 )
 def test_the_quickstart_learns(tmp_path: Path, steps: int, reached: float) -> None:
     """By its command, as installed. docs/quickstart.md has what the whole of it reaches: 82 to 86 %."""

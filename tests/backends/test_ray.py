@@ -143,6 +143,12 @@ async def test_what_travels(backend: RayBackend) -> None:
         await worker.call("apply", threading.Lock)
     [reference] = await worker.call("apply", lambda: [ray.put(large)])  # the worker has dropped its own by now
     assert ray.get(reference) == large
+
+    def warned() -> bool:
+        ray.get(ray.put(1))
+        return bool(ray._private.worker.blocking_get_inside_async_warned)
+
+    assert not await worker.call("apply", warned)  # its thread may wait: no event loop does
     with pytest.raises(WorkerDied, match="other: is gone") as raised:
         await worker.call("death")
     assert raised.value.worker == "other"

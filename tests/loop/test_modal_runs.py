@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.rollouts.calling_model import build_calling_model
 from tests.rollouts.openenv.test_openenv_runs import options as guessing
 from tests.small_runs import same_weights
 
-pytestmark = [pytest.mark.modal, pytest.mark.usefixtures("modal_account")]
+pytestmark = [pytest.mark.modal, pytest.mark.usefixtures("modal_account"), pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 ONE_THREAD = {"env": {"OMP_NUM_THREADS": "1"}}
@@ -81,13 +82,21 @@ def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch
 
 
 def test_modal_run_of_the_example(tmp_path: Path, modal_variables: dict[str, str]) -> None:
-    """The command, judged code, two rollout workers, the loop there; then what the Volume holds, and one prompt."""
+    """The command, judged code, two rollout workers, the loop there. Detached, it goes on when the command is killed;
+    the same command then brings what it has done. Then what the Volume holds, and one prompt."""
+    import modal as client
+
     model = build_model(tmp_path / "model")
+    env = {**os.environ, **modal_variables}
+
+    def command(entry: str, *arguments: str, detached: bool = False) -> list[str]:
+        run = ["run", *(["--detach"] if detached else []), f"{ROOT}/mrl/train.py::{entry}"]
+        return [sys.executable, "-m", "modal", *run, *arguments]
 
     def modal(entry: str, *arguments: str) -> str:
-        command = [sys.executable, "-m", "modal", "run", f"{ROOT}/mrl/train.py::{entry}", *arguments]
-        env = {**os.environ, **modal_variables}
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            command(entry, *arguments), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -98,21 +107,46 @@ def test_modal_run_of_the_example(tmp_path: Path, modal_variables: dict[str, str
         "sandbox": "local",
         "device": "cpu",
         "run_name": "r",
+        "resume": "auto",
     }
-    small = {"max_steps": 3, "batch_size": 2, "num_generations": 3, "max_completion_length": 6, "save_steps": 1}
+    small = {"max_steps": 5, "batch_size": 2, "num_generations": 3, "max_completion_length": 6, "save_steps": 1}
     flags = [text for name, value in (here | small).items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    assert "finished after 3 steps" in modal("main", f"{ROOT}/examples/modal.yaml", *flags)
+    flags = [f"{ROOT}/examples/modal.yaml", *flags]
+    volume = client.Volume.from_name("mrl-storage", create_if_missing=True, version=2)
+
+    def newest() -> str:
+        try:
+            return max(entry.path.rpartition("/")[2] for entry in volume.listdir(f"{CHECKPOINTS}/r/checkpoints"))
+        except (FileNotFoundError, ValueError, client.exception.NotFoundError):  # it has not begun
+            return ""
+
+    killed = subprocess.Popen(command("main", *flags, detached=True), env=env, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    wait_until(lambda: newest() >= "step-1" or killed.poll() is not None)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    assert newest() < "step-5"
+    assert not (tmp_path / "runs").exists()
+    wait_until(lambda: newest() == "step-5")
+    wait_until(lambda: client.Dict.from_name("mrl-storage-writers").get("r") is None)
+    assert "finished after 5 steps" in modal("main", *flags, "--num-rollout-workers", "1")
     run = tmp_path / "runs" / "r"
-    assert small_runs.steps_of(run) == [1, 2, 3]
-    assert (run / "checkpoints" / "step-3" / "model.safetensors").exists()
+    assert small_runs.steps_of(run) == [1, 2, 3, 4, 5]
+    assert (run / "checkpoints" / "step-5" / "model.safetensors").exists()
     assert f"model: {model}" in (run / "config.yaml").read_text()
     assert all(row["status"] == "ok" for row in read_rows(run, "rollouts"))
     assert all(row["cost/dollars"] > 0 for row in read_rows(run, "metrics"))
-    assert "r: steps 1, 2, 3" in modal("list_checkpoints_fn")
+    assert "r: steps 1, 2, 3, 4, 5" in modal("list_checkpoints_fn")
     sampled = modal("test_rollout_fn", "--model", str(model), "--gpu", "cpu", "--tokens", "3")
     assert '"tokens": 3' in sampled
     assert '"passed"' in modal("test_reward_fn")
     assert "data: " in modal("clear_cache")
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 def test_the_loop_dies_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +263,7 @@ def test_ranks_in_two_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     call, steps = RemoteHandle.call, list[str]()
 
     async def dying(self: RemoteHandle, method: str, *args: Any, **kwargs: Any) -> Any:
-        if (self.name, method) == ("actor-1", "train_step"):
+        if (self.name, method) == ("actor-1", "learn"):
             steps.append(self.name)
             args = (Fuse(),) if len(steps) == 2 else args
         return await call(self, method, *args, **kwargs)

@@ -35,6 +35,7 @@ def test_the_object_store_is_rays() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, without a disk in common: a rollout worker dies while it generates and another while it loads
@@ -73,6 +74,7 @@ def test_a_run_with_deaths_is_the_run_in_one_process(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
 def test_trls_loop(tmp_path: Path) -> None:
     """Resumed once."""
@@ -87,6 +89,7 @@ def test_trls_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_actor_of_two_ranks(tmp_path: Path) -> None:
     """Each an actor of Ray's; the weights they gather go through the object store."""

@@ -134,9 +134,9 @@ def test_every_tasks_own_answer_is_right(reward: ReasoningGymReward) -> None:
     from reasoning_gym.factory import DATASETS
 
     names = sorted(set(DATASETS) - {"composite"})
-    made = made_elsewhere([(name, {"max_samples": 2, "seed": 11}) for name in names])
+    made = made_elsewhere([(name, {"max_samples": 1, "seed": 11}) for name in names])
     tasks = [task for tasks in made for task in tasks if task.columns["answer"] is not None]
-    assert len(tasks) >= 150
+    assert len(tasks) >= 75
     scores = score(reward, [(task, task.columns["answer"]) for task in tasks])
     assert not scores.errors
     values = zip(tasks, scores.values, scores.extra["verifier"], strict=True)

@@ -11,6 +11,8 @@ from typing import Any
 from mrl.backends.served import Answer, Served
 
 THREADS = "OMP_NUM_THREADS"
+QUIET = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"
+"""Ray warns of every blocking `ray.get` in an asynchronous actor; workers read weights on a thread of their own."""
 
 
 class Host:
@@ -20,6 +22,7 @@ class Host:
     """
 
     def __init__(self, name: str, surroundings: Mapping[str, Any] | None) -> None:
+        os.environ.setdefault(QUIET, "0")
         if surroundings is not None:
             _take(surroundings)
         self.served = Served(name)

@@ -26,15 +26,19 @@ def mrl(*arguments: str, threads: int, waiting: str) -> subprocess.Popen[str]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("runs", "steps", "waiting"),
-    [pytest.param(2, 2, "PASSIVE", marks=pytest.mark.slow), pytest.param(4, 6, "ACTIVE", marks=pytest.mark.soak)],
+    ("runs", "steps", "tasks", "waiting"),
+    [
+        pytest.param(2, 2, 8, "PASSIVE", marks=pytest.mark.slow),
+        pytest.param(4, 6, 16, "ACTIVE", marks=pytest.mark.soak),
+    ],
 )
-def test_the_quickstart_several_times_at_once(tmp_path: Path, runs: int, steps: int, waiting: str) -> None:
+def test_the_quickstart_several_times_at_once(tmp_path: Path, runs: int, steps: int, tasks: int, waiting: str) -> None:
     """With two threads each, which sleep or spin while they wait for each other. Replaying a step with another number
     in the environment finds what was recorded."""
     recipe = yaml.safe_load((Path(__file__).parents[3] / "mrl/recipes/quickstart.yaml").read_text())
     recipe = {name: value for name, value in recipe.items() if not name.startswith("eval_")}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"max_steps": steps, "report_to": ["jsonl"]}))
+    recipe |= {"max_steps": steps, "batch_size": tasks, "report_to": ["jsonl"]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     folders = [tmp_path / f"run-{number}" for number in range(runs)]
     command = ("train", str(tmp_path / "recipe.yaml"), "--run-dir")
     running = [mrl(*command, str(folder), threads=2, waiting=waiting) for folder in folders]

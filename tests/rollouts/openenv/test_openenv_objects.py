@@ -128,20 +128,23 @@ async def test_a_step_that_takes_too_long_is_truncated_and_never_repeated() -> N
 async def test_what_is_made_for_a_cancelled_attempt_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when a step or a constructor takes longer than closing is waited for."""
     monkeypatch.setattr(sessions, "CLOSING_SECONDS", 0.01)
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
 
     class Slow(Guess):
         def __init__(self, waits: bool = False) -> None:
             if waits:
+                begun.set()
                 go_on.wait(20)
             super().__init__()
 
         def step(self, action: Any) -> Any:
             go_on.wait(20)
 
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await sessions.ObjectSession.make(lambda: Slow(waits=True), 60.0, typed=False)
+    making = asyncio.create_task(sessions.ObjectSession.make(lambda: Slow(waits=True), 60.0, typed=False))
+    assert await asyncio.to_thread(begun.wait, 20)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
     session = await sessions.ObjectSession.make(Slow, 0.01, typed=False)
     with pytest.raises(EnvError, match=r"Slow.step .* took longer than 0.01 s"):
         await session.step("x")
