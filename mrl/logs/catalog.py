@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mrl.config import load_recipe
+import yaml
+
 from mrl.errors import MRLError
 from mrl.store.evaluation import EVENT
 from mrl.store.find import COST, REWARD, RunSummary, all_runs, summarize
 from mrl.store.read import RunReader, Split
+from mrl.store.run import CONFIG
 from mrl.store.schema import DATABASE
+from mrl.system.yaml_values import yaml_numbers
 
 
 @dataclass
@@ -97,15 +100,18 @@ class Catalog:
         return [self.row(name, folder) for name, folder in reversed(self.runs().items())]
 
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""As safe as the other one and ten times as fast, which hundreds of runs are felt by."""
 _MOVING = ("running", "unknown", "unreadable")
 
 
 def options_of(folder: Path) -> dict[str, Any]:
     """A run's options as they were recorded, by section; {} where they cannot be read."""
     try:
-        return load_recipe(folder / "config.yaml")[0]
-    except MRLError:
+        found = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_LOADER)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
+    return {name: yaml_numbers(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def flat_options_of(folder: Path) -> dict[str, Any]:
