@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 # Tiny models are fastest on one thread, and two pools of threads on a busy machine wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+NAMED = ("trackers", "modal", "ray", "openenv", "browser", "vllm")
+"""Marks by whose name .ci/run finds the files that have tests with them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +54,18 @@ def pytest_configure(config: pytest.Config) -> None:
         from mrl.backends import BACKENDS
 
         BACKENDS._builtin["inline"] = "tests.process_backend:ProcessBackend"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """.ci/run gives pytest the files that name a mark: to import all tests takes each process a quarter of a minute."""
+    for mark in item.iter_markers():
+        if mark.name in NAMED and not named_in(item.path, mark.name):
+            raise pytest.UsageError(f"{item.nodeid} has the mark {mark.name}, and its file does not name it")
+
+
+@functools.cache
+def named_in(file: Path, mark: str) -> bool:
+    return re.search(rf"mark\.{mark}\b", file.read_text()) is not None
 
 
 @pytest.hookimpl(trylast=True)  # after -m
