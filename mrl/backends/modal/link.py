@@ -41,6 +41,9 @@ class Container:
         self.unsent: set[tuple[str, int]] = set()
         """Calls that wait for others to end, by worker and number."""
         self.sent = False
+        self.binding, self.bound = asyncio.Lock(), False
+        """Modal's client binds an instance to its parameters with the first call. Of two first calls at once each does,
+        and each has a container of its own."""
         self.links: set[ModalLink] = set()
         self.gone: str | None = None
         self.ended = asyncio.Event()
@@ -94,8 +97,16 @@ class Container:
         """Gives the call its place, and sends it."""
         self.sent = True
         # Sent even when this task is cancelled: every place has to arrive.
-        call = await asyncio.shield(asyncio.ensure_future(method.spawn.aio(next(self.places), *args)))
+        call = await asyncio.shield(asyncio.ensure_future(self._send(method, next(self.places), *args)))
         return await patiently(call)
+
+    async def _send(self, method: Any, place: int, *args: Any) -> Any:
+        if self.bound:
+            return await method.spawn.aio(place, *args)
+        async with self.binding:
+            call = await method.spawn.aio(place, *args)
+            self.bound = True
+            return call
 
     async def _hold(self) -> None:
         """Keep it, and notice when it is gone."""
