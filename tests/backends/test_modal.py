@@ -47,7 +47,6 @@ def test_an_actor_over_several_containers() -> None:
     ranks = [Resources("H100", 1, env={"RANK": str(rank), "WORLD_SIZE": "16"}) for rank in range(16)]
     with pytest.raises(ConfigError, match=r"H100:16 is more than the 8 .*backend_options: \{actor_nodes: 2\}"):
         check_backend("modal", {}, ranks)
-    check_backend("modal", {"actor_nodes": 2}, ranks)
     with pytest.raises(ConfigError, match=r"actor_nodes is 3, and the actor's 16 ranks are not as many in each"):
         check_backend("modal", {"actor_nodes": 3}, ranks)
     with pytest.raises(ConfigError, match=r"actor_nodes is 2, and the actor has one rank; .* actor_gpu: H100:16"):

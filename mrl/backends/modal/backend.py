@@ -124,7 +124,6 @@ class ModalBackend:
     def check(resources: list[Resources], **options: Any) -> None:
         """Raises ConfigError, also without modal; asks nobody."""
         backend = ModalBackend(1.0, **options)
-        require_modal()
         for needs in resources:
             backend._gpu(needs, "actor")
         if (nodes := backend.settings.actor_nodes) > 1 and {ranks_of(needs) for needs in resources} == {1}:
@@ -132,6 +131,7 @@ class ModalBackend:
                 f"backend_options: actor_nodes is {nodes}, and the actor has one rank; give it a GPU and more in each "
                 f"container, e.g. actor_gpu: H100:{8 * nodes}"
             )
+        require_modal()
 
     def price(self, name: str, resources: Resources) -> float:
         """By list prices. Of ranks that share a container, each one's part. Memory counts where some is asked for.
