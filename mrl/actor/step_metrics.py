@@ -83,17 +83,22 @@ class StepMetrics:
 
     def summary(self) -> dict[str, float]:
         """The step's metrics. Call after at least one update."""
+        return self.summary_with([])[0]
+
+    def summary_with(self, others: list[Tensor]) -> tuple[dict[str, float], list[Tensor]]:
+        """The step's metrics, and other tensors in host memory, for which the host does not wait once more."""
         assert self.sums_M is not None
         parts = [self.world.total(self.sums_M.clone())]
         if self.largest_M is not None:
             parts.append(self.world.each(self.largest_M).amax(dim=0))  # a collective maximum would hide NaN
         logs = [self.world.each(log).logsumexp(dim=0) for log in self.weights.sums]
-        (sums_M, *largest), weights = _split(to_host(*parts, *logs), len(parts))
+        (sums_M, *largest), rest = _split(to_host(*parts, *logs, *others), len(parts))
+        weights, brought = _split(rest, len(logs))
         *sums, tokens = sums_M.tolist()
         with_maximum = [name for name in WITH_MAXIMUM if name in self.names]
         maxima = dict(zip(with_maximum, largest[0].tolist() if largest else [], strict=True))
         unexplained = self.unexplained_gap()
-        return {
+        found = {
             "train/loss": sum(self.losses) / len(self.losses),
             "train/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
             "train/updates_skipped": float(self.skipped),
@@ -103,6 +108,7 @@ class StepMetrics:
             **self.weights.summary(weights),
             **({} if unexplained is None else {"train/logprob_gap_unexplained": unexplained}),
         }
+        return found, brought
 
 
 class WeightSums:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrl.actor.micro_batches import MicroBatch
 from mrl.actor.objective import Objective
@@ -75,8 +76,9 @@ class Updates:
         all_parts = functools.partial(self._all_parts, tokens, micro_batches, parts)
         for _ in range(self.config.num_iterations):
             self.update(parts, metrics, all_parts)
-        self.old_logprobs = self._old_logprobs(batch.samples, micro_batches, all_parts())
-        return metrics.summary() | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
+        found, old_logprobs = metrics.summary_with([_sampled(part) for part in all_parts()])
+        self.old_logprobs = self._by_sample(batch.samples, micro_batches, old_logprobs)
+        return found | {"train/learning_rate": float(self.scheduler.get_last_lr()[0])}
 
     def pass_over(self) -> dict[str, float]:
         """A step without samples: no update, but the schedule advances."""
@@ -134,17 +136,13 @@ class Updates:
                 old_BT[place] = part.old_logprobs_BT
         return [replace(tokens, old_logprobs_BT=self.world.total(old_BT), layout=None)]
 
-    def _old_logprobs(
-        self, samples: list[Sample], micro_batches: list[MicroBatch], parts: list[TokenBatch]
+    def _by_sample(
+        self, samples: list[Sample], micro_batches: list[MicroBatch], parts: list[Tensor]
     ) -> list[list[float]]:
-        """Sample by sample, on the host. parts: every rank's, with the old policy's logprobs."""
+        """parts: a value for each token of every micro-batch in `_all_parts`, on the host; B×T each."""
         rows = [part.index for part in micro_batches] if self.world.size == 1 else [list(range(len(samples)))]
         found: list[list[float]] = [[] for _ in samples]
-        masked = []
-        for part in parts:
-            assert part.old_logprobs_BT is not None
-            masked.append(torch.where(part.mask_BT > 0, part.old_logprobs_BT, 0.0).float())
-        for index, values_BT in zip(rows, to_host(*masked), strict=True):
+        for index, values_BT in zip(rows, parts, strict=True):
             for at, values in zip(index, values_BT.tolist(), strict=True):
                 found[at] = values[: len(samples[at].completion_ids)]
         return found
@@ -162,3 +160,9 @@ class Updates:
                 f"{grad_norm}). Lower learning_rate (now {self.config.learning_rate}) or max_grad_norm (now "
                 f"{self.config.max_grad_norm}), and look at train/ratio_max and train/logprob_gap_max before it."
             )
+
+
+def _sampled(part: TokenBatch) -> Tensor:
+    """The old policy's logprobs of the tokens the policy sampled; B×T, 0 elsewhere."""
+    assert part.old_logprobs_BT is not None
+    return torch.where(part.mask_BT > 0, part.old_logprobs_BT, 0.0).float()

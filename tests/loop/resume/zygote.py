@@ -23,6 +23,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 import mrl.actor.worker as actor_module
 import mrl.loop.orchestrator  # noqa: F401
 import mrl.trainer as trainer_module
+from mrl.actor.updates import Updates
 from mrl.actor.worker import ActorWorker
 from mrl.engines.transformers.engine import TransformersEngine  # noqa: F401
 from mrl.trainer import MRLTrainer
@@ -65,7 +66,7 @@ def arm(kill: dict[str, Any]) -> None:
     owner, name = {
         "generate": (RolloutWorker, "generate"),
         "reward": (RewardWorker, "score"),
-        "optimizer": (ActorWorker, "_update"),
+        "optimizer": (Updates, "update"),
         "checkpoint": (actor_module, "write_checkpoint"),
         "database": (RunStore, "write_step"),
         "any": (RunStore, "write_step"),
