@@ -60,6 +60,8 @@ class RolloutPool:
         self.capacity: dict[str, int | None] = {}
         self.load = [0] * len(workers)
         """Requests each place works on."""
+        self.busy = 0
+        """Their sum."""
         self.prompt_tokens = self.prefilled_tokens = 0
         """Of completions that say how much was prefilled for them: all tokens of their prompts, and those."""
         self.by_load = [(0, place) for place in range(len(workers))]
@@ -72,7 +74,8 @@ class RolloutPool:
         self.waiting: deque[asyncio.Future[None]] = deque()
         """For a worker with room, first come first served."""
         self.known: OrderedDict[Hashable, int] = OrderedDict()
-        """Where a session, or a prompt, was sent last."""
+        """Where a session, or a prompt, was sent last. Forgotten with new weights, which make prefixes worthless, and
+        when nobody works: who decodes with whom decides the last bits, and a resumed run knows no earlier steps."""
         self.forming: dict[int, list[asyncio.Future[CallBatch]]] = {}
         """Requests of this turn of the event loop, by place."""
         self.batch_numbers = itertools.count()
@@ -138,6 +141,7 @@ class RolloutPool:
             await self._replace_all({places[name]: reason for name, reason in report.failed.items()})
             self.last_sync = method, actor
             self.version = version
+            self.known.clear()
         return report
 
     def prefill_metrics(self) -> dict[str, float]:
@@ -191,6 +195,8 @@ class RolloutPool:
         idlest = self._idlest()
         if idlest is None:
             return None
+        if not self.busy and request.session not in self.known:
+            self.known.clear()
         known = next((self.known[key] for key in _prefixes(request) if key in self.known), idlest)
         return known if self._has_room(known) and self.load[known] <= self.load[idlest] + _AFFINITY else idlest
 
@@ -205,6 +211,7 @@ class RolloutPool:
 
     def _change_load(self, place: int, by: int) -> None:
         self.load[place] += by
+        self.busy += by
         if len(self.by_load) > 8 * len(self.workers):
             self._sort_places()  # most of it is no longer true
         else:

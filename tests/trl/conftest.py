@@ -1,4 +1,4 @@
-"""TRL's own scripts are run where there is a folder with them; else they are left out, for CI refuses what is skipped."""
+"""TRL's own scripts are run where there is a folder with them; else they are left out: CI refuses what is skipped."""
 
 import os
 

@@ -189,6 +189,19 @@ async def test_workers_that_take_any_number_get_all_at_once_and_the_same_ones_ev
         assert [{int(i) % 4 for i in w.served} for w in workers] == [{0, 2}, {1, 3}], "equal prompts together"
 
 
+async def test_who_is_asked_does_not_depend_on_earlier_steps() -> None:
+    """Which requests decode together decides the last bits, and a resumed run has no earlier steps."""
+    fresh, used = (Sampler(None), Sampler(None)), (Sampler(None), Sampler(None))
+    client = await pool(*used)
+    earlier = requests([5] * 4)
+    await generate(client, earlier)
+    before = [len(worker.served) for worker in used]
+    step = [*earlier[1:2], *requests([5] * 9, prompts=5)[4:]]
+    await generate(client, step)
+    await generate(await pool(*fresh), step)
+    assert [w.served[n:] for w, n in zip(used, before, strict=True)] == [w.served for w in fresh]
+
+
 async def test_a_session_stays_with_the_worker_that_has_its_prefix() -> None:
     workers = Sampler(64), Sampler(64)
     client = await pool(*workers)
