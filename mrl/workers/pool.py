@@ -88,8 +88,9 @@ class RolloutPool:
 
         Raises EngineDied, WorkerDied and SyncError when workers are gone and cannot be replaced.
         """
+        before: int | None = None
         while True:
-            place = await self._acquire_place(request)
+            place = before = await self._acquire_place(request, before)
             worker = self.workers[place]
             try:
                 call_batch = await self._join_batch(place) if self.capacity.get(worker.name, 1) is None else None
@@ -169,9 +170,9 @@ class RolloutPool:
 
     # --- who gets a request -----------------------------------------------------------------------------------------
 
-    async def _acquire_place(self, request: GenerateRequest) -> int:
+    async def _acquire_place(self, request: GenerateRequest, before: int | None = None) -> int:
         """A place for one more request, counted as taken."""
-        place = None if self.waiting else self._pick(request)
+        place = None if self.waiting else self._pick(request, before)
         while place is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiting.append(turn)
@@ -180,7 +181,7 @@ class RolloutPool:
             except asyncio.CancelledError:
                 self._wake()  # the turn may have been given already
                 raise
-            place = self._pick(request)
+            place = self._pick(request, before)
         self._change_load(place, 1)
         for key in _prefixes(request):
             self.known[key] = place
@@ -190,14 +191,16 @@ class RolloutPool:
         self._wake()
         return place
 
-    def _pick(self, request: GenerateRequest) -> int | None:
-        """The worker that has its prefix, if it has room and is not well ahead; else the idlest one with room."""
+    def _pick(self, request: GenerateRequest, before: int | None) -> int | None:
+        """The worker that has its prefix, if it has room and is not well ahead; else the idlest one with room. before:
+        of a request that is asked again; it and those beside it go where they were, to decode together again."""
         idlest = self._idlest()
         if idlest is None:
             return None
         if not self.busy and request.session not in self.known:
             self.known.clear()
         known = next((self.known[key] for key in _prefixes(request) if key in self.known), idlest)
+        known = known if before is None else before
         return known if self._has_room(known) and self.load[known] <= self.load[idlest] + _AFFINITY else idlest
 
     def _idlest(self) -> int | None:
