@@ -26,6 +26,8 @@ from mrl.system.machine import ADDRESS
 
 CONNECT_SECONDS = 300.0
 """How long the first container waits for another one, which may still be importing."""
+BRING_SECONDS = 3600.0
+"""How long another container may copy files: a checkpoint of a large model takes its time."""
 _ASK_SECONDS = 30.0
 _LENGTH = struct.Struct(">I")
 _LONGEST = 16 << 20
@@ -141,7 +143,7 @@ def _asked(cluster: Cluster, place: int, asked: dict[str, Any]) -> socket.socket
     address = cluster.addresses[place]
     connection = _connected(address, cluster.port)
     try:
-        connection.settimeout(CONNECT_SECONDS)
+        connection.settimeout(BRING_SECONDS)
         _write(connection, asked)
         answer = _read(connection)
         if "error" in answer:
