@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
+from collections.abc import Callable
 from typing import Any
 
 from .names import MACHINE
@@ -13,14 +15,8 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = 4096, 16384, 1 << 18, 1 << 21
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = (
-    1,
-    3,
-    4,
-    22,
-    36,
-    38,
-)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 SECCOMP_MODE_FILTER = 2
 
 _NUMBERS = {
@@ -33,10 +29,23 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 LIBC.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
 LIBC.syscall.restype = ctypes.c_long
-_CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)  # made once: a new ctypes type costs a child 0.2 ms
-_NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
-_SOME_CAPABILITIES = (ctypes.c_uint32 * 6)()
-LIBC.capset.restype = LIBC.capget.restype = ctypes.c_int  # and each function is looked up once, not in every child
+
+Act = tuple[str, Callable[..., Any], tuple[Any, ...]]
+"""A name for it, a function that returns nothing or 0, its arguments. Everything is made before it is needed: what a
+child makes, looks up or converts is written to pages that it then copies."""
+_BARE = ctypes.PyDLL(None)  # keeps the interpreter's lock, and leaves errno alone
+_STATUS, _USAGE = (ctypes.c_int * 1)(), (ctypes.c_long * 18)()
+_TIMES = struct.Struct("@5l")
+
+
+def act(function: str, *arguments: Any, name: str = "") -> Act:
+    """A call of the C library. arguments: ints, or objects of ctypes, which it keeps. name: if not the function's."""
+    made = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    return name or function, _BARE[function], tuple(made)
+
+
+DROP_CAPABILITIES = act("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+"""Every capability of this process. Nothing gives them back: it must also be unable to execute a file."""
 
 
 def _checked(result: int, what: str) -> int:
@@ -74,13 +83,13 @@ def prctl(option: int, value: int, pointer: Any = None) -> None:
     _checked(LIBC.prctl(option, value, pointer, 0, 0), f"prctl {option}")
 
 
-def drop_capabilities() -> None:
-    """Every capability of this process. Nothing gives them back: it must also be unable to execute a file."""
-    _checked(LIBC.capset(_CAPABILITY_HEADER, _NO_CAPABILITIES), "capset")
-
-
-def read_capabilities() -> None:
-    _checked(LIBC.capget(_CAPABILITY_HEADER, _SOME_CAPABILITIES), "capget")
+def wait(pid: int) -> tuple[int, float, int]:
+    """Until a child has ended: its wait status, seconds of processor time, peak of resident kilobytes. (`os.wait4`
+    looks for a module first, and makes an object of sixteen numbers.)"""
+    if _BARE.wait4(pid, _STATUS, 0, _USAGE) != pid:
+        raise ChildProcessError(f"no child {pid}")
+    user, user_micro, system, system_micro, peak = _TIMES.unpack_from(_USAGE)
+    return _STATUS[0], user + system + (user_micro + system_micro) / 1e6, peak
 
 
 def set_hostname(name: str) -> None:
@@ -124,6 +133,5 @@ def landlock_allow_path(ruleset: int, attributes: Any) -> None:
     _checked(result, "landlock_add_rule")
 
 
-def landlock_restrict(ruleset: int) -> None:
-    number = ctypes.c_long(_LANDLOCK_RESTRICT)
-    _checked(LIBC.syscall(number, ctypes.c_int(ruleset), ctypes.c_uint32(0)), "landlock_restrict_self")
+def landlock_restrict(ruleset: int) -> Act:
+    return act("syscall", _LANDLOCK_RESTRICT, ruleset, 0, name="landlock_restrict_self")

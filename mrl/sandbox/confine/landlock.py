@@ -8,7 +8,7 @@ import os
 
 from . import kernel
 
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+WRITE_FILE, READ_FILE, READ_DIR = 2, 4, 8
 FS_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 """All file rights that each version of Landlock knows; what a ruleset handles and no rule allows is refused."""
 

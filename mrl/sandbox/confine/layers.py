@@ -14,23 +14,33 @@ before any of it; without isolation, in each child, a program another than its j
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import math
 import os
 import resource
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from . import kernel, landlock, namespaces, scratch
+from .kernel import Act
 from .names import LAYERS
 from .seccomp import Filter
 
-STACK_BYTES = 64 << 20
+FIRST_FOREIGN = 5
+"""The first descriptor that a child does not have."""
 RLIMIT_SIGPENDING = 11  # Python has no name for it: a timer counts as a signal, and takes the kernel's memory
-_KINDS = "CORE CPU FSIZE NOFILE AS NPROC MEMLOCK MSGQUEUE STACK"
-CEILINGS = {
-    kind: resource.getrlimit(kind)[1]
-    for kind in (*(getattr(resource, f"RLIMIT_{name}") for name in _KINDS.split()), RLIMIT_SIGPENDING)
+FIXED = {
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_MEMLOCK: 0,
+    resource.RLIMIT_MSGQUEUE: 0,
+    resource.RLIMIT_STACK: 64 << 20,
+    RLIMIT_SIGPENDING: 64,
 }
+LIMITED = [getattr(resource, f"RLIMIT_{name}") for name in ("CPU", "FSIZE", "NOFILE", "AS", "NPROC")]
+"""By the execution's limits."""
+CEILINGS = {kind: resource.getrlimit(kind)[1] for kind in (*FIXED, *LIMITED)}
+NOTES_MB = 64
+"""What a judge may write down; where it may write files otherwise, there is less room."""
 FIRST_UID, UIDS = 61184, 2168  # systemd's range for users made up on the spot: half for programs, half for judges
 
 
@@ -93,80 +103,104 @@ class Confinement:
         without isolation."""
         self.layer, self.uid, self.scratch = layer, uid, scratch
         self.work = ""
-        """Where a child is, if not in the root."""
+        """Where a child without isolation is."""
+        self.clean: tuple[Any, ...] = ()
+        """What says that nothing was written in layer A's scratch folder since it was made."""
         self.readable = [path for path in readable if may_read(path)]  # else: only preloaded ones
         self.own_user = uid is not None or layer == "A"  # then the kernel counts its threads and nobody else's
         self.filter = Filter(layer) if layer in LAYERS else None
-        self.ruleset = None
-        if layer == "B":  # out of the way of the descriptors that a child is given
-            made = landlock.make_ruleset(self.readable, withheld)
-            self.ruleset = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 64)
-            os.close(made)
+        self.ruleset = landlock.make_ruleset(self.readable, withheld) if layer == "B" else None
+        self.baseline = 0
 
-    def rehearse(self) -> None:
-        """What `enter` does, without consequences; see `child.rehearse`."""
-        for kind, ceiling in CEILINGS.items():
-            resource.setrlimit(kind, (resource.getrlimit(kind)[0], ceiling))
-        kernel.read_capabilities()
-        kernel.prctl(kernel.PR_GET_DUMPABLE, 0)
+    def settle(self, baseline: int) -> None:
+        """In the server, for good: what its children are to have, and it can do without too. baseline: bytes of address
+        space a child is born with."""
+        self.baseline = baseline
+        os.umask(0o077)
+        perform([limit(kind, value) for kind, value in FIXED.items()])
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        if self.filter is not None:
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # a crash starts no core dump handler, which would run outside
 
     def clear_scratch(self, megabytes: int) -> None:
         """In the server, before it forks what runs a program and its tests: where they may write. Raises OSError."""
         if self.layer == "A":
-            namespaces.fresh_scratch(megabytes)
-            self.work = namespaces.SCRATCH
+            if self.clean != (megabytes, *times_of(namespaces.SCRATCH)):
+                namespaces.fresh_scratch(megabytes)
+                self.clean = (megabytes, *times_of(namespaces.SCRATCH))
         elif self.layer == "unsafe":
             self.clear_work()
             self.work = scratch.make_inner(self.scratch, self.uid)
+            os.chdir(self.work)
 
     def clear_work(self) -> None:
         """In the server, when nothing of an execution without isolation runs any more."""
+        os.chdir("/")
         scratch.remove(self.work)
 
-    def enter(self, limits: dict[str, Any], parent: int, baseline: int, judges: bool) -> None:
-        """In the child: everything of the layer. baseline: address space it was born with. judges: it will not run a
-        program. Raises OSError."""
-        os.chdir(self.work or "/")
-        os.umask(0o077)
-        set_limits(limits, baseline, self.own_user)
+    def acts(self, limits: Sequence[Any], parent: int, judges: bool) -> list[Act]:
+        """What a child does to enter the layer. Made in the server: what a child makes is pages that it copies.
+
+        limits: see `server.LAUNCH`. judges: it will not run a program."""
+        _, cpu_seconds, file_mb, memory_mb, open_files, threads = limits
+        acts: list[Act] = [
+            limit(resource.RLIMIT_CPU, max(1, math.ceil(cpu_seconds))),
+            limit(resource.RLIMIT_FSIZE, (max(file_mb, NOTES_MB) if judges else file_mb) << 20),
+            limit(resource.RLIMIT_NOFILE, open_files),
+            limit(resource.RLIMIT_AS, self.baseline + (memory_mb << 20)),
+            limit(resource.RLIMIT_NPROC, thread_limit(threads, self.own_user)),
+        ]
+        if self.layer == "unsafe":
+            acts.append(("setsid", os.setsid, ()))  # what it forks is killed as a group
         if self.layer == "unsafe" and self.uid is not None:
             uid = self.uid + UIDS if judges else self.uid
-            os.umask(0o007)  # they share files through their group
-            os.setgroups([])
-            os.setresgid(self.uid, self.uid, self.uid)
-            os.setresuid(uid, uid, uid)
-        kernel.drop_capabilities()
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if self.layer != "A" and os.getppid() != parent:
-            os._exit(1)
+            acts += [
+                ("umask", set_umask, (0o007,)),  # they share files through their group
+                ("setgroups", os.setgroups, ([],)),
+                ("setresgid", os.setresgid, (self.uid, self.uid, self.uid)),
+                ("setresuid", os.setresuid, (uid, uid, uid)),
+            ]
+        acts.append(kernel.DROP_CAPABILITIES)
+        if self.layer != "A":  # there the kernel ends what is left in the server's pid namespace
+            acts.append(kernel.act("prctl", kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
+            acts.append(("look for the server", end_without, (parent,)))
         if self.ruleset is not None:
-            kernel.landlock_restrict(self.ruleset)
-            os.close(self.ruleset)
+            acts.append(kernel.landlock_restrict(self.ruleset))
+        acts.append(("close", os.closerange, (FIRST_FOREIGN, 4096)))
         if self.filter is not None:
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # a crash starts no core dump handler, which would run outside
-            self.filter.load(os.getpid())
+            acts += self.filter.acts(own_pid=1 if self.layer == "A" else None)
+        return acts
 
 
-def set_limits(limits: dict[str, Any], baseline: int, own_user: bool) -> None:
+def perform(acts: Sequence[Act]) -> None:
+    """In the child. Raises OSError."""
+    for name, act, args in acts:
+        if act(*args):
+            raise OSError(f"{name} was refused")
+
+
+def end_without(parent: int) -> None:
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_umask(mask: int) -> None:
+    os.umask(mask)
+
+
+def times_of(path: str) -> tuple[int, ...]:
+    """What is no longer the same once something was made, removed or changed in a folder of layer A's, or of the folder
+    itself. (A clock that stands still for some milliseconds may hide what was undone at once.)"""
+    seen = os.stat(path)
+    return seen.st_ctime_ns, seen.st_mtime_ns, seen.st_atime_ns, seen.st_mode, seen.st_size
+
+
+def limit(kind: int, wanted: int) -> Act:
     """Soft equal to hard, so that nothing can be raised. In a pid namespace's first process the kernel drops SIGXCPU:
     a hard limit's SIGKILL is what ends it."""
-    cpu = max(1, -int(-limits["cpu_seconds"] // 1))
-    exact = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
-        resource.RLIMIT_NOFILE: limits["open_files"],
-        resource.RLIMIT_AS: baseline + (limits["memory_mb"] << 20),
-        resource.RLIMIT_NPROC: thread_limit(limits["processes"], own_user),
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_STACK: STACK_BYTES,
-        RLIMIT_SIGPENDING: 64,
-    }
-    for kind, wanted in exact.items():
-        value = wanted if CEILINGS[kind] == resource.RLIM_INFINITY else min(wanted, CEILINGS[kind])
-        resource.setrlimit(kind, (value, value))
+    ceiling = CEILINGS[kind]
+    value = wanted if ceiling == resource.RLIM_INFINITY or wanted < ceiling else ceiling
+    return f"limit {kind}", resource.setrlimit, (kind, (value, value))
 
 
 def thread_limit(wanted: int, own_user: bool) -> int:

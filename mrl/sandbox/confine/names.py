@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import platform
+import os
 
 LAYERS = ("A", "B", "C")
 """Strongest first; see `layers`."""
-MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+_MACHINE = os.uname().machine.lower() if hasattr(os, "uname") else ""
+MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(_MACHINE, _MACHINE)
 SETTINGS_ENV = "MRL_SANDBOX"
 """Environment variable in which a supervisor finds its settings."""

@@ -89,6 +89,7 @@ def fresh_scratch(megabytes: int) -> None:
         kernel.unmount_detached(SCRATCH)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=700,size={megabytes}m,nr_inodes={64 * megabytes + 64}")
+    os.chdir(SCRATCH)
 
 
 def _make_read_only(path: str) -> None:

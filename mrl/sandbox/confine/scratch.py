@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import tempfile
 from typing import Any
 
 
 def make() -> str:
     """Everybody can pass through it, and nobody else write."""
+    import tempfile  # here and below: what the fork-server has loaded costs every fork
+
     path = tempfile.mkdtemp(prefix="mrl-sandbox-")
     os.chmod(path, 0o711)
     return path
@@ -18,7 +17,8 @@ def make() -> str:
 
 def make_inner(path: str, uid: int | None) -> str:
     """A new folder in it, for one program. uid: the user and group whose it is to be, if not ours."""
-    inner = tempfile.mkdtemp(dir=path)
+    inner = os.path.join(path, os.urandom(8).hex())
+    os.mkdir(inner, 0o700)
     if uid is not None:
         os.chown(inner, uid, uid)
         os.chmod(inner, 0o770)
@@ -32,6 +32,9 @@ def remove(path: str) -> None:
     except FileNotFoundError:
         pass
     except OSError:
+        import shutil
+        import subprocess
+
         try:
             shutil.rmtree(path, onerror=_unlock)
         except RecursionError:  # folders in folders, by the thousand

@@ -6,17 +6,19 @@ of memory) is its own word, and earns nothing.
 
 from __future__ import annotations
 
+import _socket
 import atexit
 import builtins
+import contextlib
 import gc
-import json
 import os
-import socket
 import sys
 import types
 from typing import Any
 
 from .. import protocol
+from ..confine import kernel
+from ..confine.layers import perform
 from ..judge.asked import Asked
 from ..judge.runner import run_judge
 from ..protocol import Kind
@@ -25,50 +27,65 @@ CONTROL, LINK = 3, 4
 """Descriptors: to the supervisor, and between a program and its judge."""
 MAX_DETAIL = 1500
 REHEARSALS = 20
+CONFINED = protocol.pack(Kind.CONFINED)
 MAX_STACK = 64 << 20
 """Of a script's thread: its address space counts as memory."""
+
+
+MAIN = types.ModuleType("__main__")
+MAIN.__dict__.update(__builtins__=builtins, __file__="program.py")
+NAMES = MAIN.__dict__
+"""A program's, made before it is there."""
 
 
 def run() -> None:
     """What the supervisor says first. Never returns."""
     leave = os._exit
+    gc.enable()
     try:
-        kind, body = protocol.receive(CONTROL)
-        if kind is Kind.SCRIPT:
-            os.closerange(LINK, LINK + 1)
-            run_script(body.decode("utf-8", "surrogatepass"))
-        elif kind is Kind.PROGRAM:
-            run_program(body.decode("utf-8", "surrogatepass"))
-        elif kind is Kind.PLAN:
-            run_judge(json.loads(body), CONTROL, LINK)
+        os.write(CONTROL, CONFINED)  # from here on a program may speak; what it says of us is not believed
+        follow(CONTROL, LINK, ASKED)
     finally:  # whatever the program broke: nothing of it goes further
         leave(1)
+
+
+def follow(control: int, link: int, asked: Asked) -> None:
+    kind, body = protocol.receive(control)
+    if kind is Kind.PROGRAM:
+        run_program(body.decode("utf-8", "surrogatepass"), control, asked)
+    elif kind is Kind.SCRIPT:
+        os.closerange(link, link + 1)
+        run_script(body.decode("utf-8", "surrogatepass"), control)
+    elif kind is Kind.PLAN:
+        run_judge(protocol.parse(body), control, link)
 
 
 def rehearse() -> None:
     """In the fork-server, before the first fork: what every child does is done some times, so that the interpreter has
     made of it what it makes of code that runs often. A child would write that into pages that it copies for it."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for _ in range(REHEARSALS):
-            names = {"__builtins__": builtins}
-            exec(compile("def f(x):\n    return [x]\n", "<program>", "exec", 0, True), names)
-            asked = Asked(names, theirs.fileno(), str)
-            protocol.send(ours.fileno(), Kind.WANT, json.dumps([["f"], []]).encode())
-            asked.open()
-            protocol.receive(ours.fileno())
-            question = json.dumps(["0" * 16, "call", [], [["O", 0], ["t", [1]], ["t", []]], [], {}]).encode()
-            protocol.send(ours.fileno(), Kind.ASK, question)
-            asked.answer(json.loads(protocol.receive(theirs.fileno())[1]))
-            protocol.receive(ours.fileno())
-            flush()
+    sys.modules["__main__"], sys.argv = MAIN, ["program.py"]
+    for _ in range(REHEARSALS):
+        told, control, asking, link = ends = *_socket.socketpair(), *_socket.socketpair()
+        try:
+            told.send(protocol.pack(Kind.PROGRAM, b"def f(x):\n    return [x]\n"))
+            question = ["0" * 16, "call", [], [["O", 0], ["t", [1]], ["t", []]], [], {}]
+            for kind, body in ((Kind.WANT, [["f"], []]), (Kind.ASK, question)):
+                asking.send(protocol.pack(kind, protocol.dump(body)))
+            asking.shutdown(_socket.SHUT_WR)
+            with contextlib.suppress(protocol.Closed):
+                follow(control.fileno(), link.fileno(), Asked(NAMES, link.fileno(), describe_error))
+        finally:
+            for end in ends:
+                end.close()
+        perform((kernel.act("prctl", kernel.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),))
+        del NAMES["f"]
 
 
-def run_script(code: str) -> None:
+def run_script(code: str, control: int) -> None:
     """As `python program.py` would: threads are waited for, exit functions run, objects are given up."""
-    names = new_main()
+    names = NAMES
     meet_scripts(code)
-    status = load(code, names)
+    status = load(code, names, control)
     try:
         threading = sys.modules.get("threading")
         if threading is not None:
@@ -109,30 +126,20 @@ def meet_scripts(code: str) -> None:
         threading.stack_size = lambda size=0: set_size(min(size, MAX_STACK))
 
 
-def run_program(code: str) -> None:
+def run_program(code: str, control: int, asked: Asked) -> None:
     """It is loaded, and then asked."""
-    names = new_main()
     leave, send, left, finish = os._exit, protocol.send, Kind.LEFT, flush
-    asked = Asked(names, LINK, lambda error: describe_error(error, code))
-    status = load(code, names)
+    asked.code = code
+    status = load(code, asked.names, control)
     finish()
     if status is not None:
-        send(CONTROL, left, str(status).encode())
+        send(control, left, str(status).encode())
         leave(status)
     asked.open()
     asked.serve(finish)
 
 
-def new_main() -> dict[str, Any]:
-    main = types.ModuleType("__main__")
-    names = main.__dict__
-    names["__builtins__"], names["__file__"] = builtins, "program.py"
-    sys.modules["__main__"] = main
-    sys.argv = ["program.py"]
-    return names
-
-
-def load(code: str, names: dict[str, Any]) -> int | None:
+def load(code: str, names: dict[str, Any], control: int) -> int | None:
     """Run it. None when it came to its end, else the exit status; the reason is reported."""
     send, base_exception, describe = protocol.send, BaseException, describe_error
     system_exit, memory_error, raised, memory = SystemExit, MemoryError, Kind.ERROR, Kind.MEMORY
@@ -141,10 +148,10 @@ def load(code: str, names: dict[str, Any]) -> int | None:
     except system_exit as error:
         return exit_code(error)
     except memory_error:
-        send(CONTROL, memory)
+        send(control, memory)
         return 1
     except base_exception as error:
-        send(CONTROL, raised, describe(error, code).encode("ascii", "backslashreplace"))
+        send(control, raised, describe(error, code).encode("ascii", "backslashreplace"))
         return 1
     return None
 
@@ -181,3 +188,7 @@ def describe_error(error: BaseException, code: str) -> str:
     except BaseException:  # a hostile __str__
         text = "an exception that cannot be shown"
     return text[:MAX_DETAIL]
+
+
+ASKED = Asked(NAMES, LINK, describe_error)
+"""Made before the fork, as all that a child can do without making."""

@@ -6,19 +6,21 @@ program as a script, whose stdout the same judge compares. They follow one anoth
 
 from __future__ import annotations
 
+import _socket
 import contextlib
-import json
 import os
 import select
 import signal
-import socket
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import protocol
 from ..protocol import Kind
-from .process import Process
+from . import server
+from .process import Ended, Process
 
 REAP_SECONDS = 10.0
 CPU_SLACK = 0.5
@@ -49,20 +51,28 @@ class NotRun(Exception):
 
 @dataclass(slots=True)
 class Kept:
-    """A judge that waits for the next program with the same tests."""
+    """What waits for the next request: a judge, for a program with the same tests, and a process for the program."""
 
+    request: dict[str, Any] = field(default_factory=dict)
+    """The last one."""
     judge: Process | None = None
-    key: bytes = b""
     uses: int = 0
+    spare: Process | None = None
+    link: int = -1
+    """The judge's end of the spare process's link."""
+
+    def fits(self, request: dict[str, Any], *keys: str) -> bool:
+        return all(self.request.get(key) == request[key] for key in keys)
 
 
 def run(
-    request: dict[str, Any], requests: socket.socket, control: int, unsafe: bool, kept: Kept
+    request: dict[str, Any], requests: _socket.socket, control: int, unsafe: bool, kept: Kept
 ) -> dict[str, Any] | None:
     """Its observation. unsafe: programs can leave processes behind. None when the client went away meanwhile."""
     judging = Judging(request, requests, control, unsafe, kept)
     try:
         judging.all()
+        kept.request = request
         return judging.observation()
     except (Cancelled, ServerLost, NotRun, OSError) as error:
         with contextlib.suppress(ServerLost, OSError):
@@ -72,6 +82,14 @@ def run(
         return {"status": "sandbox_error", "detail": f"{type(error).__name__}: {error}"}
     finally:
         judging.close()
+
+
+def prepare(request: dict[str, Any], requests: _socket.socket, control: int, kept: Kept) -> None:
+    """Have a process forked and confined for a program that comes next, which will likely have the limits of the last.
+    A failure shows when it is needed."""
+    if any(isinstance(test, str) for test in request["tests"]):
+        with contextlib.suppress(ServerLost, OSError):
+            Judging(request, requests, control, False, kept).make_spare()
 
 
 @dataclass(slots=True)
@@ -98,7 +116,7 @@ class Said:
 @dataclass
 class Judging:
     request: dict[str, Any]
-    server: socket.socket
+    server: _socket.socket
     control: int
     unsafe: bool
     kept: Kept
@@ -126,10 +144,15 @@ class Judging:
     def all(self) -> None:
         """Raises ServerLost, Cancelled, NotRun, OSError."""
         tests = self.request["tests"]
+        spare = self.kept.spare
+        if spare is not None and (spare.has_ended() or not self.kept.fits(self.request, "limits")):
+            self.end_spare(spare)
         self.results = [[False, NOT_REACHED, ""] for _ in tests]
         python = [at for at, test in enumerate(tests) if isinstance(test, str)]
         if python:
             self.run_python(python)
+        elif self.kept.spare is not None:
+            self.end_spare(self.kept.spare)
         if not tests:
             self.run_script(None, self.request["stdin"], 0)
         for at, test in enumerate(tests):
@@ -140,21 +163,24 @@ class Judging:
 
     def run_python(self, indices: list[int]) -> None:
         started = time.monotonic()
-        first, second = (end.detach() for end in socket.socketpair())
-        self.program = Process("", second)
         self.pending = list(indices)
-        plan = self.plan(python=True)
-        if self.take_kept(plan):
-            self.launch([self.program])
-        else:
-            self.start_judge(first, beside=self.program)
+        new: list[Process] = []
+        self.program, self.kept.spare, first = self.kept.spare, None, self.kept.link
+        if self.program is None:
+            self.program, first = new_program()
+            new = [self.program]
+        if not self.take_kept():
+            self.judge = Process("", first, notes=True)
+            new.insert(0, self.judge)
         assert self.judge is not None
+        if new:
+            self.launch(*new)
         poller = self.poller(self.judge, self.program)
         self.program.queue(Kind.PROGRAM, self.code(), poller)
         if self.kept.uses:
             self.judge.hand_over(Kind.NEXT, first)
         else:
-            self.judge.queue(Kind.PLAN, plan, poller)
+            self.judge.queue(Kind.PLAN, self.plan(python=True), poller)
         stopped = self.follow(poller, self.deadline(), lambda: self.ended or bool(self.broken))
         self.wall += time.monotonic() - started
         part = self.conclude(stopped, asked=True)
@@ -169,7 +195,7 @@ class Judging:
             started = time.monotonic()
             self.said, self.broken, self.spoke = Said(), "", False
             self.program = Process(stdin)
-            self.launch([self.program])
+            self.launch(self.program)
             poller = self.poller(self.program)
             self.program.queue(Kind.SCRIPT, self.code(), poller)
             allowed = max(self.request["limits"]["output_bytes"], 2 * expected + 65536)
@@ -187,7 +213,7 @@ class Judging:
         """How the program ended, once nothing of it runs any more; and, of a script, what its output is worth."""
         program, limits = self.program, self.request["limits"]
         assert program is not None
-        fell = asked and self.judge is not None and self.judge.ended is not None and self.judge.ended["status"] != 0
+        fell = asked and self.judge is not None and self.judge.ended is not None and self.judge.ended.status != 0
         by_itself = program.ended is not None
         program.kill()
         end = self.reap(program)
@@ -196,6 +222,7 @@ class Judging:
         if asked and self.judge is not None and not self.ended:
             self.judge.drain(limits["output_bytes"])
             self.take_messages(self.judge)
+            self.take_results(self.judge)
             fell = fell and not self.ended and not self.broken
         self.take_messages(program)
         stdout, stderr = program.printed(limits["output_bytes"])
@@ -206,18 +233,18 @@ class Judging:
             part.status = stopped
         elif self.ended and asked:
             pass
-        elif fell and self.judge is not None and self.reap(self.judge)["cpu"] >= limits["cpu_seconds"] * CPU_SLACK:
+        elif fell and self.judge is not None and self.reap(self.judge).cpu >= limits["cpu_seconds"] * CPU_SLACK:
             part.status = "timeout"
         elif fell:
             part.status, part.detail = "protocol", FELL
-        elif os.WIFSIGNALED(end["status"]) and by_itself:
-            part.signal = number = os.WTERMSIG(end["status"])
-            if number in (signal.SIGKILL, signal.SIGXCPU) and end["cpu"] >= limits["cpu_seconds"] * CPU_SLACK:
+        elif os.WIFSIGNALED(end.status) and by_itself:
+            part.signal = number = os.WTERMSIG(end.status)
+            if number in (signal.SIGKILL, signal.SIGXCPU) and end.cpu >= limits["cpu_seconds"] * CPU_SLACK:
                 part.status = "timeout"
             else:
                 part.status = "killed" if number == signal.SIGKILL else "crashed"
         else:
-            part.exit_code = os.WEXITSTATUS(end["status"]) if by_itself else 0
+            part.exit_code = os.WEXITSTATUS(end.status) if by_itself else 0
             part.status = "exited" if asked or part.exit_code else "done"
             if self.said.memory:
                 part.status = "memory"
@@ -236,13 +263,13 @@ class Judging:
 
     def judge_output(self, at: int, output: bytes) -> None:
         if self.judge is None:
-            self.start_judge(None)
-            assert self.judge is not None
+            self.judge = Process("", notes=True)
+            self.launch(self.judge)
             self.judge.queue(Kind.PLAN, self.plan(python=False), self.poller(self.judge))
         number = sum(isinstance(test, dict) for test in self.request["tests"][:at])
         self.pending = [at]
         poller = self.poller(self.judge)
-        self.judge.queue(Kind.OUTPUT, json.dumps([number, output.decode("utf-8", "replace")]).encode(), poller)
+        self.judge.queue(Kind.OUTPUT, protocol.dump([number, output.decode("utf-8", "replace")]), poller)
         self.follow(poller, time.monotonic() + JUDGING_SECONDS, lambda: not self.pending)
         if self.pending:
             self.results[at] = [False, "what was printed could not be compared", "fell"]
@@ -250,17 +277,30 @@ class Judging:
 
     # --- processes
 
-    def take_kept(self, plan: bytes) -> bool:
+    def take_kept(self) -> bool:
         """Whether the judge of the program before has the same tests, and goes on with them."""
-        kept, key = self.kept, plan + json.dumps(self.request["limits"]).encode()
+        kept = self.kept
         self.judge, kept.judge = kept.judge, None
-        same = kept.key == key and kept.uses < MAX_USES and self.judge is not None and not self.judge.has_ended()
+        same = self.judge is not None and not self.judge.has_ended() and kept.uses < MAX_USES
         if same and self.judge is not None:  # its processor time has one limit for all programs
             same = self.judge.counted < self.request["limits"]["cpu_seconds"] / 4
+        same = same and kept.fits(self.request, "tests", "report", "limits")
         if not same:
             self.end_judge()
-        kept.key, kept.uses = key, kept.uses + 1 if same else 0
+        kept.uses = kept.uses + 1 if same else 0
         return same
+
+    def make_spare(self) -> None:
+        spare, link = new_program()
+        self.launch(spare)  # where that fails the server is gone, and with it this process
+        self.kept.spare, self.kept.link = spare, link
+
+    def end_spare(self, spare: Process) -> None:
+        self.kept.spare = None
+        os.close(self.kept.link)
+        spare.kill()
+        self.tell(spare.pid)
+        spare.close()
 
     def keep_or_end_judge(self) -> None:
         judge = self.judge
@@ -268,54 +308,48 @@ class Judging:
             return self.end_judge()
         for data in judge.output.values():
             data.clear()
+        judge.forget_notes()
         self.kept.judge, self.judge = judge, None
         return None
 
-    def start_judge(self, link: int | None, beside: Process | None = None) -> None:
-        self.judge = Process("", link)
-        self.launch([self.judge] if beside is None else [self.judge, beside])
-
-    def launch(self, processes: list[Process]) -> None:
-        """Have the server fork the children. Raises ServerLost."""
-        fds = [fd for process in processes for fd in process.inner]
-        each = len(processes[0].inner)
-        children = [list(range(k * each, (k + 1) * each)) for k in range(len(processes))]
-        limits = {**self.request["limits"], **self.left()}
-        judges = processes[0] is self.judge
-        message = {"limits": limits, "children": children, "judges": judges}
-        socket.send_fds(self.server, [json.dumps(message).encode()], fds)
+    def launch(self, *processes: Process) -> None:
+        """Have the server fork the children, a judge first. Raises ServerLost."""
+        what = server.BOTH if len(processes) == 2 else server.JUDGE if processes[0] is self.judge else server.PROGRAM
+        limits, left = self.request["limits"], self.left()
+        numbers = (limits[name] for name in ("file_mb", "memory_mb", "open_files", "processes"))
+        message = server.LAUNCH.pack(what, left["cpu_seconds"], *numbers)
+        inner = array("i", (fd for process in processes for fd in process.inner))
+        self.server.sendmsg([message], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, inner)])
         for process in processes:
             process.close_inner()
-        self.server.settimeout(REAP_SECONDS)
-        try:
-            said, handles, _, _ = socket.recv_fds(self.server, 4096, len(processes))
-        except TimeoutError:
-            raise ServerLost("the server did not start a program") from None
-        if len(handles) != len(processes):
-            raise ServerLost(f"the server could not start a program: {said.decode(errors='replace')[:200]}")
-        for process, handle, pid in zip(processes, handles, json.loads(said), strict=True):
-            process.handle, process.pid = handle, pid
+        for process in processes:
+            try:
+                said, rights, _, _ = self.server.recvmsg(1000, _socket.CMSG_SPACE(4))
+            except TimeoutError:
+                raise ServerLost("the server did not start a program") from None
+            if not rights:
+                raise ServerLost(f"the server could not start a program: {said.decode(errors='replace')[:200]}")
+            (process.pid,) = server.STARTED.unpack(said)
+            (process.handle,) = protocol.DESCRIPTOR.unpack(rights[0][2])
 
-    def reap(self, process: Process) -> dict[str, Any]:
+    def reap(self, process: Process) -> Ended:
         """How it ended, which it has or is about to. Raises ServerLost."""
         if process.ended is None:
-            (process.ended,) = self.tell({"reap": [process.pid], "last": False})
-            assert process.ended is not None
-            self.cpu += process.ended["cpu"] - process.counted
+            process.ended = self.tell(process.pid)
+            self.cpu += process.ended.cpu - process.counted
             if process is not self.judge:
-                self.peak_kb = max(self.peak_kb, process.ended["peak_kb"])
+                self.peak_kb = max(self.peak_kb, process.ended.peak_kb)
         return process.ended
 
-    def tell(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        self.server.send(json.dumps(message).encode())
+    def tell(self, pid: int, last: bool = False) -> Ended:
+        self.server.send(server.REAP.pack(pid, last))
         try:
-            data = self.server.recv(65536)
+            data = self.server.recv(1000)
         except TimeoutError:
             raise ServerLost("a program could not be ended") from None
-        if not data:
-            raise ServerLost("the server is gone")
-        said: list[dict[str, Any]] = json.loads(data)
-        return said
+        if len(data) != server.ENDED.size:
+            raise ServerLost(data.decode(errors="replace")[:200] or "the server is gone")
+        return Ended(*server.ENDED.unpack(data))
 
     def end_judge(self) -> None:
         if self.judge is not None:
@@ -326,7 +360,7 @@ class Judging:
 
     def end_orphans(self) -> None:
         if self.unsafe:
-            self.tell({"reap": [], "last": True})
+            self.tell(0, last=True)
 
     def close(self) -> None:
         for process in (self.program, self.judge):
@@ -366,7 +400,7 @@ class Judging:
                     if process is self.judge or self.judge is None or not self.asking():
                         process.drain(allowed)
                         self.take_messages(process)
-                        if process is not self.judge or process.ended is None or process.ended["status"] != 0:
+                        if process is not self.judge or process.ended is None or process.ended.status != 0:
                             return None
                     if self.all_ended():
                         return None
@@ -431,19 +465,25 @@ class Judging:
         else:
             raise ValueError("a message out of turn")
 
-    def on_judge(self, kind: Kind, body: bytes) -> None:
-        if kind is Kind.RESULT and self.pending:
-            passed, detail, flag = json.loads(body)
+    def take_results(self, judge: Process) -> None:
+        """Those it has written down. Raises NotRun, ValueError."""
+        for line in judge.new_notes():
+            passed, detail, flag = protocol.parse(line)
             self.results[self.pending.pop(0)] = [passed, detail, flag]
             if flag == "fault":
                 raise NotRun(f"a mistake of the judge's own: {detail}")
+
+    def on_judge(self, kind: Kind, body: bytes) -> None:
+        if kind is Kind.COMPARED and self.pending:
+            self.results[self.pending.pop(0)] = protocol.parse(body)
         elif kind is Kind.FAULT:
             raise NotRun(f"the tests could not be read: {body.decode('ascii')}")
         elif kind is Kind.END:
-            said = json.loads(body)
+            said = protocol.parse(body)
+            assert self.judge is not None
+            self.take_results(self.judge)
             self.ended, self.again = True, self.again or said["again"]
             self.report = self.report or said["report"]
-            assert self.judge is not None
             self.cpu += said["cpu"] - self.judge.counted
             self.judge.counted = said["cpu"]
         elif kind is Kind.BROKEN:
@@ -472,7 +512,7 @@ class Judging:
             "outputs": [[t["compare"], t["tolerance"], t["output"]] for t in tests if isinstance(t, dict)],
             "report": self.request["report"],
         }
-        return json.dumps(plan).encode()
+        return protocol.dump(plan)
 
     def enter(self, part: Part, indices: Sequence[int]) -> None:
         """What the part means for the program as a whole."""
@@ -494,6 +534,8 @@ class Judging:
 
     def explain(self, part: Part) -> str:
         """One line on what ended it, for the log."""
+        if part.status == "done":
+            return ""
         limits = self.request["limits"]
         texts = {
             "error": self.said.exception,
@@ -527,3 +569,9 @@ class Judging:
             "cpu_seconds": self.cpu,
             "peak_memory_mb": self.peak_kb / 1024,
         }
+
+
+def new_program() -> tuple[Process, int]:
+    """For a program that will be asked, and the judge's end of the link to it."""
+    first, second = (end.detach() for end in _socket.socketpair())
+    return Process("", second), first

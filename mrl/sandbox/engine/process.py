@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import _socket  # `socket` wraps it, and asks the kernel again what it has just been told
 import contextlib
 import fcntl
 import os
 import select
 import signal
-import socket
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import protocol
 from ..protocol import Kind
@@ -17,27 +17,40 @@ MAX_MESSAGE = 4_100_000
 """Bytes of one message to the supervisor: a report is at most `runner.MAX_REPORT`."""
 
 
+class Ended(NamedTuple):
+    """How a child ended."""
+
+    status: int
+    """As `wait` has it."""
+    cpu: float
+    """Seconds."""
+    peak_kb: int
+
+
 class Process:
     """The supervisor's side of one child: its channel, output pipes and what it sent."""
 
-    def __init__(self, stdin: str, link: int | None = None) -> None:
-        """link: the child's end of the way between a program and its judge; None for none."""
+    def __init__(self, stdin: str, link: int | None = None, notes: bool = False) -> None:
+        """link: the child's end of the way between a program and its judge; None for none. notes: it gets, instead of
+        a stdin, a file to write down what nobody waits for."""
         self.output: dict[int, bytearray] = {}
         self.incoming = bytearray()
         self.outgoing = bytearray()
         self.handle, self.pid = -1, -1
-        self.ended: dict[str, Any] | None = None
+        self.ended: Ended | None = None
         """How, once it is known."""
         self.counted = 0.0
         """Seconds of its processor time that were said to be a program's."""
         self.closed = False
         self.confined = False
         """Until then the child is ours, and what it says is."""
-        ours, theirs = socket.socketpair()
-        self.channel = ours.detach()
+        self.socket, theirs = _socket.socketpair()
+        self.channel = self.socket.fileno()
         self.stdout, stdout_inner = os.pipe2(os.O_CLOEXEC)
         self.stderr, stderr_inner = os.pipe2(os.O_CLOEXEC)
-        self.inner = [open_stdin(stdin), stdout_inner, stderr_inner, theirs.detach()]
+        first = os.memfd_create("notes", os.MFD_CLOEXEC) if notes else open_stdin(stdin)
+        self.notes, self.noted = os.dup(first) if notes else -1, 0
+        self.inner = [first, stdout_inner, stderr_inner, theirs.detach()]
         """Descriptors for the child: stdin, stdout, stderr, channel, link."""
         self.inner.append(link if link is not None else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         self.output = {self.stdout: bytearray(), self.stderr: bytearray()}
@@ -50,10 +63,11 @@ class Process:
 
     def close(self) -> None:
         self.close_inner()
-        for fd in (self.channel, self.stdout, self.stderr, self.handle):
+        self.socket.close()
+        for fd in (self.stdout, self.stderr, self.handle, self.notes):
             if fd >= 0:
                 os.close(fd)
-        self.channel = self.stdout = self.stderr = self.handle = -1
+        self.channel = self.stdout = self.stderr = self.handle = self.notes = -1
 
     def kill(self) -> None:
         if self.handle >= 0:
@@ -71,11 +85,11 @@ class Process:
 
     def hand_over(self, kind: Kind, fd: int) -> None:
         """A message that brings a descriptor along, which is closed here. Nothing may be queued."""
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=self.channel)
         try:
-            socket.send_fds(channel, [protocol.pack(kind)], [fd])
+            self.socket.sendmsg(
+                [protocol.pack(kind)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, protocol.DESCRIPTOR.pack(fd))]
+            )
         finally:
-            channel.detach()
             os.close(fd)
 
     def has_ended(self) -> bool:
@@ -121,18 +135,18 @@ class Process:
 
     def next_message(self) -> tuple[Kind, bytes] | None:
         """Raises ValueError for one that is too long or of no kind."""
-        if len(self.incoming) < protocol.HEADER.size:
-            return None
-        size, value = protocol.HEADER.unpack_from(self.incoming)
-        kind = protocol.kind_of(value)
-        if size > MAX_MESSAGE:
-            raise ValueError("a message that is too long")
-        end = protocol.HEADER.size + size
-        if len(self.incoming) < end:
-            return None
-        body = bytes(self.incoming[protocol.HEADER.size : end])
-        del self.incoming[:end]
-        return kind, body
+        return protocol.take(self.incoming, MAX_MESSAGE)
+
+    def new_notes(self) -> list[bytes]:
+        """The lines it has written down since the last time."""
+        data = os.pread(self.notes, os.fstat(self.notes).st_size - self.noted, self.noted)
+        whole = data.rfind(b"\n") + 1  # it may have been killed in the middle of a line
+        self.noted += whole
+        return data[:whole].splitlines()
+
+    def forget_notes(self) -> None:
+        os.ftruncate(self.notes, 0)
+        self.noted = 0
 
     def drain(self, limit: int) -> None:
         """What is still in the pipes of a child that has ended."""

@@ -1,51 +1,65 @@
 """The fork-server of one slot: a warm interpreter that turns copies of itself into programs and never sees one.
 
-Requests arrive over SEQPACKET, one datagram each: limits, and the descriptors the child gets. The code itself travels
+Requests arrive over SEQPACKET, one datagram each: limits, and the descriptors a child gets. The code itself travels
 on the child's own channel, so this process's memory, which every child inherits, holds nothing of earlier ones.
 """
 
 from __future__ import annotations
 
+import _socket
 import builtins
 import contextlib
 import gc
-import json
 import os
 import random
 import signal
-import socket
+import struct
 import sys
-from itertools import pairwise
-from typing import Any
 
 from .. import protocol
 from ..confine import kernel
-from ..confine.layers import Confinement
+from ..confine.layers import Confinement, perform
 from ..judge import values
 from ..protocol import Kind
 from . import child
 
 _COMMON = """
-__future__ _bisect _strptime _collections_abc _datetime _decimal _heapq _json _random _struct abc array ast base64
-binascii bisect builtins calendar cmath collections collections.abc contextlib copy copyreg csv dataclasses datetime
-decimal enum errno fractions functools gc hashlib heapq inspect io itertools json keyword linecache math numbers
-operator os os.path queue random re reprlib secrets select selectors shutil signal socket stat statistics string
-struct sys tempfile textwrap threading time traceback types typing unicodedata warnings weakref zlib
+__future__ _bisect _collections_abc _datetime _decimal _heapq _json _random _struct abc array bisect builtins
+collections collections.abc contextlib copy dataclasses datetime decimal enum fractions functools gc heapq io itertools
+json math numbers operator os os.path random re reprlib string struct sys time types typing warnings weakref
 """
 COMMON = _COMMON.split()
-"""What solutions use: each costs every fork a little."""
+"""What solutions use often, or this package does: each costs every fork a little, and a C library of its own much."""
 _RARE = """
-_blake2 _bz2 _csv _ctypes _hashlib _lzma _md5 _opcode _pickle _posixsubprocess _queue _sha1 _sha256 _sha512
-_sqlite3 _statistics _uuid _zoneinfo argparse asyncio atexit bz2 cmd code codecs codeop concurrent.futures
-concurrent.futures.thread configparser contextvars ctypes difflib dis doctest email encodings.idna encodings.latin_1
-fileinput fnmatch getopt getpass gettext glob graphlib gzip hmac html html.parser imaplib importlib importlib.util
-ipaddress locale logging lzma marshal mimetypes opcode optparse pathlib pickle pickletools platform plistlib posixpath
-pprint profile pstats sched shelve shlex sqlite3 stringprep subprocess symtable sysconfig tarfile timeit token
-tokenize tomllib trace unittest unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom
-xml.etree.ElementTree zipfile zoneinfo
+_blake2 _bz2 _csv _ctypes _hashlib _lzma _md5 _opcode _pickle _posixsubprocess _queue _sha1 _sha256 _sha512 _sqlite3
+_statistics _strptime _uuid _zoneinfo argparse ast asyncio atexit base64 binascii bz2 calendar cmath cmd code codecs
+codeop concurrent.futures concurrent.futures.thread configparser contextvars copyreg csv ctypes difflib dis doctest
+email encodings.idna encodings.latin_1 errno fileinput fnmatch getopt getpass gettext glob graphlib gzip hashlib hmac
+html html.parser imaplib importlib importlib.util inspect ipaddress keyword linecache locale logging lzma marshal
+mimetypes opcode optparse pathlib pickle pickletools platform plistlib posixpath pprint profile pstats queue sched
+secrets select selectors shelve shlex shutil signal socket sqlite3 stat statistics stringprep subprocess symtable
+sysconfig tarfile tempfile textwrap threading timeit token tokenize tomllib trace traceback unicodedata unittest
+unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.ElementTree zipfile zlib zoneinfo
 """
 RARE = _RARE.split()
 """What else they import where nothing can be opened any more: in layer C, and below a root's private folders."""
+
+
+REQUESTS = 5
+"""The descriptor that requests arrive on. Those below are free: a child's stdin, stdout, stderr, channel and link
+arrive there, where it is to have them."""
+PROGRAM, JUDGE, BOTH = b"pjb"
+WHO = {PROGRAM: (False,), JUDGE: (True,), BOTH: (True, False)}
+LAUNCH = struct.Struct("=BdIIII")
+"""PROGRAM, JUDGE or BOTH (the judge first, and then the descriptors of both), seconds of processor time, megabytes of
+scratch and of memory, open files, threads."""
+REAP = struct.Struct("=i?")
+"""The pid or 0, and whether the execution is over."""
+STARTED, ENDED = struct.Struct("=i"), struct.Struct("=idq")
+"""A pid; what `kernel.wait` says."""
+NOBODY = ENDED.pack(0, 0.0, 0)
+RIGHTS = struct.Struct("=10i")
+SPACE = _socket.CMSG_SPACE(RIGHTS.size)
 
 
 def preload(rare: bool, extra: list[str]) -> None:
@@ -68,104 +82,92 @@ def preload(rare: bool, extra: list[str]) -> None:
     "".encode("unicode_escape")
 
 
-def serve(requests: socket.socket, confinement: Confinement, baseline: int) -> None:
-    """Until the supervisor is gone. `fork` is answered with pidfds and pids, `reap` with how those children ended.
+def serve(requests: _socket.socket, confinement: Confinement, baseline: int) -> None:
+    """Until the supervisor is gone. A LAUNCH is answered with a pidfd and a pid for each child, a REAP with how a child
+    ended. requests: its descriptor is REQUESTS.
 
     baseline: bytes of address space every child is born with.
+
+    What happens between two forks is little and flat, for each page that is written to then is copied.
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    own_pid_namespace = os.pidfd_open(os.getpid()) if confinement.layer == "A" else None
-    me = os.getpid()
-    if confinement.layer == "unsafe":  # what a program leaves behind becomes ours, and ends with it
+    me, apart, unsafe = os.getpid(), confinement.layer == "A", confinement.layer == "unsafe"
+    _, unshare, new = kernel.act("unshare", kernel.CLONE_NEWPID)
+    _, setns, own = kernel.act("setns", os.pidfd_open(me), kernel.CLONE_NEWPID)
+    if unsafe:  # what a program leaves behind becomes ours, and ends with it
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - each child's own
     sys.__stdin__ = sys.stdin  # type: ignore[misc]
+    confinement.settle(baseline)
     child.rehearse()
-    for _ in range(child.REHEARSALS):
-        confinement.rehearse()
+    random.seed(0)  # the same program does the same thing every time
     gc.collect()
     gc.freeze()  # collections in the children do not touch, and so do not copy, our pages
     requests.send(b"ready")
+    os.closerange(0, REQUESTS)  # what a child is given arrives there
+    receive, send, fork, close, open_handle = requests.recvmsg, requests.sendmsg, os.fork, os.close, os.pidfd_open
+    last, everyone = b"", list[list[kernel.Act]]()
     while True:
-        data, fds, _, _ = socket.recv_fds(requests, 65536, 16)
-        if not data:
-            os._exit(0)
-        request = json.loads(data)
-        if "reap" in request:
-            if confinement.layer == "unsafe":
-                end_groups(request["reap"])
-            ends = [reap(pid) for pid in request["reap"]]
-            if confinement.layer == "unsafe" and request["last"]:
-                end_orphans()
-                confinement.clear_work()
-            requests.send(json.dumps(ends).encode())
+        data, rights, _, _ = receive(64, SPACE)
+        if len(data) != LAUNCH.size:
+            if not data:
+                os._exit(0)
+            ended, over = REAP.unpack(data)
+            requests.send(reap(ended, over, confinement))
             continue
-        confinement.clear_scratch(request["limits"]["file_mb"])
-        pids = [
-            fork(
-                [fds[number] for number in numbers],
-                request["limits"],
-                confinement,
-                own_pid_namespace,
-                me,
-                baseline,
-                request["judges"] and at == 0,
-            )
-            for at, numbers in enumerate(request["children"])
-        ]
-        handles = [os.pidfd_open(pid) for pid in pids]
-        for fd in fds:
-            os.close(fd)
-        socket.send_fds(requests, [json.dumps(pids).encode()], handles)
-        for fd in handles:
-            os.close(fd)
+        if data != last or not confinement.own_user:
+            last, limits = data, LAUNCH.unpack(data)
+            everyone = [confinement.acts(limits, me, judges) for judges in WHO[data[0]]]
+        confinement.clear_scratch(limits[2])
+        for second, acts in enumerate(everyone):
+            if apart and unshare(*new):
+                raise OSError("unshare was refused")
+            pid = fork()
+            if pid == 0:
+                become(second, rights, acts)
+            if apart and setns(*own):  # the next child gets a pid namespace of its own again
+                raise OSError("setns was refused")
+            handle = open_handle(pid)
+            send((STARTED.pack(pid),), ((_socket.SOL_SOCKET, _socket.SCM_RIGHTS, protocol.DESCRIPTOR.pack(handle)),))
+            close(handle)
+        os.closerange(0, REQUESTS)
+        if len(everyone) == 2:
+            for fd in RIGHTS.unpack(rights[0][2])[REQUESTS:]:
+                close(fd)
 
 
-def fork(
-    fds: list[int], limits: dict, confinement: Confinement, home: int | None, me: int, baseline: int, judges: bool
-) -> int:
-    """fds: the child's stdin, stdout, stderr, channel and link."""
-    if home is not None:
-        kernel.unshare(kernel.CLONE_NEWPID)
-    pid = os.fork()
-    if pid == 0:
-        become(fds, limits, confinement, me, baseline, judges)
-        os._exit(1)
-    if home is not None:
-        kernel.setns(home, kernel.CLONE_NEWPID)  # the next child gets a namespace of its own again
-    return pid
-
-
-def become(fds: list[int], limits: dict, confinement: Confinement, parent: int, baseline: int, judges: bool) -> None:
-    """In the child: what it is to be, and then what it is told."""
+def become(second: int, rights: list, acts: list[kernel.Act]) -> None:
+    """In the child: what it is to be, and then what it is told. Never returns."""
     try:
-        for target, fd in enumerate(fds):  # received descriptors are numbered above these
-            os.dup2(fd, target, inheritable=False)
-        for first, end in pairwise((4, confinement.ruleset or 4, 4096)):
-            os.closerange(first + 1, end)
-        os.setsid()
-        confinement.enter(limits, parent, baseline, judges)
-        gc.enable()
-        random.seed(0)  # the same program does the same thing every time
+        if second:
+            for target, fd in enumerate(RIGHTS.unpack(rights[0][2])[REQUESTS:]):
+                os.dup2(fd, target)
+        perform(acts)
     except BaseException as error:  # whatever it is, the program was not run
         message = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace")[:1000]
         protocol.send(child.CONTROL, Kind.NOT_CONFINED, message)
-        os._exit(0)
-    protocol.send(child.CONTROL, Kind.CONFINED)  # from here on a program may speak; what it says of us is not believed
+        os._exit(1)
     child.run()
 
 
-def reap(pid: int) -> dict[str, Any]:
-    _, status, usage = os.wait4(pid, 0)
-    return {"status": status, "cpu": usage.ru_utime + usage.ru_stime, "peak_kb": usage.ru_maxrss}
+def reap(pid: int, last: bool, confinement: Confinement) -> bytes:
+    """How a child ended. pid: 0 for none. last: nothing of the execution is to go on."""
+    if confinement.layer != "unsafe":
+        return ENDED.pack(*kernel.wait(pid))
+    if pid:
+        end_group(pid)
+    ended = ENDED.pack(*kernel.wait(pid)) if pid else NOBODY
+    if last:
+        end_orphans()
+        confinement.clear_work()
+    return ended
 
 
-def end_groups(pids: list[int]) -> None:
-    """Kill what programs without isolation have forked: it would keep the link to the judge open. The numbers are
-    still theirs, for they have not been waited for."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+def end_group(pid: int) -> None:
+    """Kill what a program without isolation has forked: it would keep the link to the judge open. The number is still
+    its own, for it has not been waited for."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def end_orphans() -> None:

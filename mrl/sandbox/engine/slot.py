@@ -20,6 +20,8 @@ from mrl.sandbox.protocol import Kind
 GRACE_SECONDS = 25.0
 """How long past an execution's deadline its supervisor may take to answer before it is given up."""
 START_SECONDS = 60.0
+MAX_ANSWER = 1 << 30
+"""Bytes: what programs print is limited each by itself."""
 _LOADER = """
 import os, sys, types
 os.register_at_fork = lambda **handlers: None
@@ -80,7 +82,7 @@ class Slot:
             self.socket.sendall(protocol.pack(Kind.REQUEST, request))
         except OSError as error:
             raise SandboxError(f"the sandbox's supervisor broke off: {self._last_words() or error}") from None
-        return json.loads(self._receive(wall_seconds + GRACE_SECONDS)[1])
+        return protocol.parse(self._receive(wall_seconds + GRACE_SECONDS)[1])
 
     def interrupt(self) -> None:
         """Make it kill what it runs and end. The thread that waits for its answer gets an error."""
@@ -102,21 +104,19 @@ class Slot:
     def _receive(self, timeout: float) -> tuple[Kind, bytes]:
         try:
             self.socket.settimeout(timeout)
-            size, value = protocol.HEADER.unpack(self._exactly(protocol.HEADER.size))
-            return protocol.kind_of(value), self._exactly(size)
+            received = bytearray()
+            while True:
+                part = self.socket.recv(1 << 18)
+                if not part:
+                    raise ConnectionResetError("connection closed")
+                received += part
+                message = protocol.take(received, MAX_ANSWER)
+                if message is not None:
+                    return message
         except TimeoutError:
             raise SandboxError(f"the sandbox's supervisor did not answer within {timeout:.0f} s") from None
         except OSError as error:
             raise SandboxError(f"the sandbox's supervisor broke off: {self._last_words() or error}") from None
-
-    def _exactly(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            part = self.socket.recv(min(size - len(data), 1 << 20))
-            if not part:
-                raise ConnectionResetError("connection closed")
-            data += part
-        return bytes(data)
 
     def _last_words(self) -> str:
         try:
@@ -131,6 +131,7 @@ class Slot:
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # which -I would not read: a program does the same thing every time
     "LC_ALL": "C.UTF-8",
+    "LD_BIND_NOW": "1",  # else each child looks the same symbols up
     "MALLOC_ARENA_MAX": "2",
     "OPENBLAS_NUM_THREADS": "1",  # a library's threads would not survive the fork
     "OMP_NUM_THREADS": "1",

@@ -7,11 +7,10 @@ counts the output. When the client closes its end, or the server fails, it ends,
 
 from __future__ import annotations
 
-import json
+import _socket
 import os
 import select
 import signal
-import socket
 import sys
 from typing import Any
 
@@ -28,7 +27,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    settings = json.loads(os.environ[SETTINGS_ENV])
+    settings = protocol.parse(os.environ[SETTINGS_ENV].encode())
     os.umask(0o077)
     try:
         work(control, settings)
@@ -52,12 +51,14 @@ def work(control: int, settings: dict[str, Any]) -> None:
         observation = judging.run(message, requests, control, settings["layer"] == "unsafe", kept)
         if observation is None:
             return
-        protocol.send(control, Kind.OBSERVATION, json.dumps(observation).encode())
+        protocol.send(control, Kind.OBSERVATION, protocol.dump(observation))
         if observation["status"] == "sandbox_error":
             return  # a new supervisor is cheaper than knowing what this one is still good for
+        if settings["layer"] != "unsafe":
+            judging.prepare(message, requests, control, kept)
 
 
-def wait_for_request(control: int, requests: socket.socket, parent: int) -> dict[str, Any] | None:
+def wait_for_request(control: int, requests: _socket.socket, parent: int) -> dict[str, Any] | None:
     """None when it is time to end: the client or the server is gone."""
     poller = select.poll()
     poller.register(control, select.POLLIN)
@@ -67,7 +68,7 @@ def wait_for_request(control: int, requests: socket.socket, parent: int) -> dict
             if fd != control:  # the server speaks only when spoken to
                 return None
             try:
-                request: dict[str, Any] = json.loads(protocol.receive(control)[1])
+                request: dict[str, Any] = protocol.parse(protocol.receive(control)[1])
                 return request
             except (protocol.Closed, OSError):
                 return None
@@ -75,7 +76,7 @@ def wait_for_request(control: int, requests: socket.socket, parent: int) -> dict
             return None
 
 
-def start(settings: dict[str, Any]) -> socket.socket:
+def start(settings: dict[str, Any]) -> _socket.socket:
     """The socket to a server that is ready. Raises OSError, ImportError, RuntimeError."""
     layer = settings["layer"]
     sys.path[:] = [path for path in sys.path if path and os.path.isdir(path)] + settings["paths"]
@@ -90,7 +91,7 @@ def start(settings: dict[str, Any]) -> socket.socket:
     uid, where = layers.become_nobody(readable, layer)
     where |= {path: path for path in extra}
     kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     own_ids = os.getuid(), os.getgid()
     pid = kernel.fork_into(namespaces.SERVER_NAMESPACES) if layer == "A" else os.fork()
     if pid == 0:
@@ -100,11 +101,12 @@ def start(settings: dict[str, Any]) -> socket.socket:
     answer = ours.recv(65536)
     if answer != b"ready":
         raise RuntimeError(answer.decode(errors="replace") or "the server ended at its start")
+    ours.settimeout(judging.REAP_SECONDS)
     return ours
 
 
 def run_server(
-    requests: socket.socket,
+    requests: _socket.socket,
     layer: str,
     where: dict[str, str],
     readable: list[str],
@@ -121,10 +123,11 @@ def run_server(
             file.write("1000")
         with open("/proc/self/statm") as file:
             baseline = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        os.dup2(requests.fileno(), 3, inheritable=False)
-        os.closerange(4, 4096)
-        requests.detach()
-        requests = socket.socket(fileno=3)
+        os.dup2(requests.detach(), server.REQUESTS, inheritable=False)
+        os.closerange(server.REQUESTS + 1, 4096)
+        requests = _socket.socket(fileno=server.REQUESTS)
+        for spare in range(3, server.REQUESTS):  # what is opened from here on lies above
+            os.dup2(0, spare)
         if layer == "A":
             namespaces.enter_new_root(where, installed)
         confinement = layers.Confinement(layer, readable, uid, installed, folder)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from dataclasses import asdict
 from typing import Any, get_args
 
+from mrl.sandbox import protocol
 from mrl.sandbox.base import IOTest, Status, TestResult, Verdict
 from mrl.sandbox.execution import Execution, Observation
 
@@ -14,15 +15,18 @@ MAX_TEXT = 2000
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
+_limits = functools.cache(asdict)  # most executions have the same
+
+
 def encode_request(execution: Execution) -> bytes:
     request = {
         "code": execution.code,
         "stdin": execution.stdin,
         "tests": [asdict(test) if isinstance(test, IOTest) else test for test in execution.tests],
         "report": list(execution.report),
-        "limits": asdict(execution.limits),
+        "limits": _limits(execution.limits),
     }
-    return json.dumps(request).encode()
+    return protocol.dump(request)
 
 
 def decode_observation(execution: Execution, data: dict[str, Any]) -> Observation:

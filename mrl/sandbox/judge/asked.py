@@ -11,7 +11,6 @@ import collections
 import copy
 import inspect
 import io
-import json
 import operator
 import random
 import sys
@@ -34,9 +33,11 @@ PLAIN_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionTy
 class Asked(Side):
     """Numbers of the program's objects, of the tests' objects that were given to it, and what is done with both."""
 
-    def __init__(self, names: dict[str, Any], channel: int, describe: Callable[[BaseException], str]) -> None:
+    def __init__(self, names: dict[str, Any], channel: int, describe: Callable[[BaseException, str], str]) -> None:
+        """describe: what is said of an exception, given the program's code."""
         super().__init__(1)
         self.names, self.channel, self.describe = names, channel, describe
+        self.code = ""
         self.objects: list[Any] = []
         self.number_by_id: dict[int, int] = {}
         self.theirs: dict[int, Any] = {}
@@ -51,12 +52,12 @@ class Asked(Side):
         """Once the program is loaded: tell the judge what it has of the names that the tests use, and which of the
         names that the tests define it uses and has not."""
         _, body = protocol.receive(self.channel)
-        wanted, offered = json.loads(body)
+        wanted, offered = protocol.parse(body)
         kinds = type, types.FunctionType
         found = {name: self.names[name] for name in wanted if type(self.names.get(name)) in kinds}
         nodes = [[name, self.encode(value)] for name, value in found.items()]
         missing = sorted(self.missing_names() & set(offered)) if offered else []
-        protocol.send(self.channel, protocol.Kind.NAMES, json.dumps([nodes, missing]).encode())
+        protocol.send(self.channel, protocol.Kind.NAMES, protocol.dump([nodes, missing]))
 
     def serve(self, flush: Callable[[], Any]) -> None:
         """Until the judge is gone. flush: what is printed is written before an answer goes."""
@@ -64,7 +65,7 @@ class Asked(Side):
         while True:
             kind, body = protocol.receive(self.channel)
             if kind is protocol.Kind.ASK:
-                self.answer(json.loads(body))
+                self.answer(protocol.parse(body))
 
     def answer(self, message: list[Any]) -> None:
         token, operation, changes, nodes, forgotten, around = message
@@ -72,17 +73,20 @@ class Asked(Side):
         given: list[Any] | None = None
         kind = protocol.Kind.ANSWER
         try:
-            self.take_changes(changes)
+            if changes:
+                self.take_changes(changes)
             given = self.decode_items(nodes)
-            restore = self.surround(around)
-            self.forget(forgotten)
+            if around:
+                restore = self.surround(around)
+            if forgotten:
+                self.forget(forgotten)
             own = OWN_OPERATIONS.get(operation)
             result = own(self, *given) if own is not None else OPERATIONS[operation](*given)
             given = None  # what nobody else holds is forgotten
             body = self.pack(token, result, restore)
         except BaseException as error:
             error.__traceback__ = self.without_ours(error)
-            text = self.describe(error)
+            text = self.describe(error, self.code)
             error.__traceback__ = None
             given = None
             kind, body = protocol.Kind.RAISE, self.pack(token, error, restore, text)
@@ -95,7 +99,7 @@ class Asked(Side):
         changes = self.changes()
         node = self.encode(result)
         result = None
-        return json.dumps([token, changes, node, self.forget_unheld(), printed, text]).encode()
+        return protocol.dump([token, changes, node, self.forget_unheld(), printed, text])
 
     def without_ours(self, error: BaseException) -> Any:
         """The traceback from the first line of the program on."""
@@ -110,8 +114,6 @@ class Asked(Side):
 
     def surround(self, around: dict[str, Any]) -> Callable[[], list[Any]]:
         """What the tests have put in the place of stdout, stdin and the like holds here too, while this is asked."""
-        if not around:
-            return list
         before = sys.stdout, sys.stderr, sys.stdin, builtins.input, builtins.print
         out, error = io.StringIO(), io.StringIO()
         if "out" in around:
@@ -395,14 +397,14 @@ class Asked(Side):
         changes = self.changes()
         nodes = [self.encode(args), self.encode(tuple(kwargs.items()))]
         del args, kwargs
-        message = json.dumps([target, changes, nodes, self.forget_unheld()])
-        protocol.send(self.channel, protocol.Kind.CALLBACK, message.encode())
+        message = [target, changes, nodes, self.forget_unheld()]
+        protocol.send(self.channel, protocol.Kind.CALLBACK, protocol.dump(message))
         while True:
             kind, body = protocol.receive(self.channel)
             if kind is protocol.Kind.RETURN:
                 break
-            self.answer(json.loads(body))  # the function uses the program in turn
-        good, changes, node, forgotten = json.loads(body)
+            self.answer(protocol.parse(body))  # the function uses the program in turn
+        good, changes, node, forgotten = protocol.parse(body)
         self.take_changes(changes)
         value = self.decode(node)
         self.forget(forgotten)

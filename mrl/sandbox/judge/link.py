@@ -5,11 +5,10 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
-import json
-import secrets
+import os
 import sys
-import threading
 import types
+from _thread import RLock
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +54,7 @@ class Link(Side):
         """surroundings: what of this process the program is to have too, for one question."""
         super().__init__(0)
         self.channel, self.surroundings = channel, surroundings
-        self.lock = threading.RLock()
+        self.lock = RLock()
         self.objects: dict[int, Any] = {}
         self.number_by_id: dict[int, int] = {}
         self.tainted: set[int] = set()
@@ -85,7 +84,7 @@ class Link(Side):
         with self.reading():
             if kind is not protocol.Kind.NAMES:
                 raise Unreadable("a message out of turn")
-            found, missing = json.loads(body)
+            found, missing = protocol.parse(body)
             return {str(name): self.decode(node) for name, node in found}, list(map(str, missing))
 
     def ask(self, operation: str, *args: Any) -> Any:
@@ -103,22 +102,23 @@ class Link(Side):
                 self.given.pop()
 
     def _ask(self, operation: str, args: tuple[Any, ...]) -> Any:
-        token = secrets.token_hex(8)
+        token = os.urandom(8).hex()
         changes = self.changes()
         nodes = self.encode_items(args)
         around = self.surroundings(self)
         message = [token, operation, changes, nodes, self.forget_unheld(), around]
-        self.send(protocol.Kind.ASK, json.dumps(message))
+        self.send(protocol.Kind.ASK, message)
         while True:
             kind, body = self.receive()
             if kind is protocol.Kind.CALLBACK:
                 self.serve_callback(body)
                 continue
             with self.reading():
-                said, changes, node, forgotten, printed, text = json.loads(body)
+                said, changes, node, forgotten, printed, text = protocol.parse(body)
                 if said != token or kind not in (protocol.Kind.ANSWER, protocol.Kind.RAISE):
                     raise Unreadable("an answer to nothing that was asked")
-                self.take_changes(changes)
+                if changes:
+                    self.take_changes(changes)
                 value = self.decode(node)
                 self.forget(forgotten)
                 if printed:
@@ -191,15 +191,15 @@ class Link(Side):
         except ValueError as error:
             raise Gone(str(error)) from None
 
-    def send(self, kind: protocol.Kind, text: str) -> None:
+    def send(self, kind: protocol.Kind, said: Any) -> None:
         try:
-            protocol.send(self.channel, kind, text.encode())
+            protocol.send(self.channel, kind, protocol.dump(said))
         except OSError:
             raise Gone("the program ended", broke=False) from None
 
     def serve_callback(self, body: bytes) -> None:
         with self.reading():
-            target, changes, nodes, forgotten = json.loads(body)
+            target, changes, nodes, forgotten = protocol.parse(body)
             self.take_changes(changes)
             function = self.method_of(target)
             args, pairs = self.decode_items(nodes)
@@ -216,7 +216,7 @@ class Link(Side):
         del args, kwargs, pairs, function
         changes = self.changes()
         node = self.encode(result)
-        self.send(protocol.Kind.RETURN, json.dumps([good, changes, node, self.forget_unheld()]))
+        self.send(protocol.Kind.RETURN, [good, changes, node, self.forget_unheld()])
 
     def method_of(self, target: Any) -> Callable[..., Any]:
         """A function that was lent, or a method of a class of the tests that was. Raises LookupError."""
@@ -506,6 +506,8 @@ def _run_apart(coroutine: Any) -> Any:
             outcome.append((True, asyncio.run(coroutine)))
         except BaseException as error:
             outcome.append((False, error))
+
+    import threading  # where it is used: what the fork-server has loaded costs every fork
 
     thread = threading.Thread(target=work)
     thread.start()

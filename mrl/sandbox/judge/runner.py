@@ -7,15 +7,14 @@ ask of it.
 
 from __future__ import annotations
 
+import _socket
 import ast
 import builtins
 import importlib.machinery
 import inspect
-import json
 import os
 import random
 import reprlib
-import socket
 import sys
 import time
 import types
@@ -52,31 +51,43 @@ def run_judge(plan: dict[str, Any], control: int, channel: int) -> None:
     except BaseException as error:  # no program has said anything yet
         protocol.send(control, Kind.FAULT, f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace")[:500])
         os._exit(1)
-    judge_program(tests, plan["report"], control, channel)
-    supervisor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=control)
+    notes = take_notes()
+    judge_program(tests, plan["report"], control, channel, notes)
+    supervisor = _socket.socket(fileno=control)
     while True:
-        kind, body, fds = _next(supervisor)
+        kind, body, rights = _next(supervisor)
         if kind is Kind.NEXT:
-            os.dup2(fds[0], channel)
-            os.close(fds[0])
-            judge_program(tests, plan["report"], control, channel)
+            (link,) = protocol.DESCRIPTOR.unpack(rights[0][2])
+            os.dup2(link, channel)
+            os.close(link)
+            judge_program(tests, plan["report"], control, channel, notes)
         else:
-            at, printed = json.loads(body)
+            at, printed = protocol.parse(body)
             how, tolerance, wanted = plan["outputs"][at]
             detail = outputs.compare(how, tolerance, wanted, printed)
-            protocol.send(control, Kind.RESULT, json.dumps([not detail, detail[:MAX_DETAIL], ""]).encode())
+            protocol.send(control, Kind.COMPARED, protocol.dump([not detail, detail[:MAX_DETAIL], ""]))
 
 
-def _next(supervisor: socket.socket) -> tuple[Kind, bytes, list[int]]:
-    header, fds, _, _ = socket.recv_fds(supervisor, protocol.HEADER.size, 1)
+def _next(supervisor: _socket.socket) -> tuple[Kind, bytes, list[Any]]:
+    header, rights, _, _ = supervisor.recvmsg(protocol.HEADER.size, _socket.CMSG_SPACE(4))
     if not header:
         os._exit(0)
     header += protocol.read_exactly(supervisor.fileno(), protocol.HEADER.size - len(header))
-    size, value = protocol.HEADER.unpack(header)
-    return protocol.kind_of(value), protocol.read_exactly(supervisor.fileno(), size), fds
+    size, byte = protocol.HEADER.unpack(header)
+    return protocol.kind_of(byte), protocol.read_exactly(supervisor.fileno(), size), rights
 
 
-def judge_program(tests: Tests | None, report: list[str], control: int, channel: int) -> None:
+def take_notes() -> int:
+    """The descriptor of the file that came in the place of a stdin, which is then empty."""
+    notes = os.dup(0)
+    reader, writer = os.pipe()
+    os.dup2(reader, 0)
+    os.close(reader)
+    os.close(writer)
+    return notes
+
+
+def judge_program(tests: Tests | None, report: list[str], control: int, channel: int, notes: int) -> None:
     """All that the tests say of one program, to the supervisor. Ends the process where the program is gone."""
     said: list[str | None] = []
     again = False
@@ -84,8 +95,9 @@ def judge_program(tests: Tests | None, report: list[str], control: int, channel:
         judge = Judge(tests, channel)
         try:
             judge.begin()
+            written = 0
             for at in range(len(tests.texts)):
-                protocol.send(control, Kind.RESULT, json.dumps(judge.run(at)).encode())
+                written += os.pwrite(notes, protocol.dump(judge.run(at)) + b"\n", written)
             said = [judge.report(name) for name in report]
         except Gone as gone:
             if gone.broke:
@@ -93,7 +105,7 @@ def judge_program(tests: Tests | None, report: list[str], control: int, channel:
             os._exit(0)
         again = tests.pure and not judge.strained
     end = {"report": said, "again": again, "cpu": time.process_time()}
-    protocol.send(control, Kind.END, json.dumps(end).encode())
+    protocol.send(control, Kind.END, protocol.dump(end))
 
 
 class Tests:
@@ -149,7 +161,7 @@ class Judge:
 
     def begin(self) -> None:
         """Wait for the program. Raises Gone."""
-        wanted = json.dumps([self.names.wanted + self.names.shadowing, self.names.offered])
+        wanted = [self.names.wanted + self.names.shadowing, self.names.offered]
         self.link.send(Kind.WANT, wanted)
         self.opened, missing = self.link.names()
         self.missing = set(missing)

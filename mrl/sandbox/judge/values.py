@@ -104,7 +104,9 @@ class Side:
 
     def changes(self) -> list[Node]:
         """What was changed here since it was last sent or received: numbers and contents."""
-        out = []
+        out: list[Node] = []
+        if not self.shared:
+            return out
         for number, entry in list(self.shared.items()):
             if entry.seen is FILLING:
                 continue
@@ -116,7 +118,9 @@ class Side:
 
     def forget_unheld(self) -> list[int]:
         """Numbers of values that only the table holds: to be sent, so that the other side forgets them too."""
-        gone = []
+        gone: list[int] = []
+        if not self.shared:
+            return gone
         for number, entry in list(self.shared.items()):
             if sys.getrefcount(entry.value) <= 2:  # the entry's and the call's
                 del self.numbers[id(entry.value)], self.shared[number]

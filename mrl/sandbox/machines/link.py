@@ -109,16 +109,8 @@ class Link:
                 await self.machine.stop()
 
     def _take_messages(self) -> None:
-        while len(self._received) >= protocol.HEADER.size:
-            size, value = protocol.HEADER.unpack_from(self._received)
-            if size > MAX_ANSWER:
-                raise ValueError("an answer that is too long")
-            end = protocol.HEADER.size + size
-            if len(self._received) < end:
-                return
-            body = bytes(self._received[protocol.HEADER.size : end])
-            del self._received[:end]
-            self._on_message(protocol.kind_of(value), body)
+        while (message := protocol.take(self._received, MAX_ANSWER)) is not None:
+            self._on_message(*message)
 
     def _on_message(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.NOT_READY:

@@ -176,11 +176,11 @@ def test_landlock_withholds_a_folder_of_a_readable_one(tmp_path: Path) -> None:
     (tmp_path / "module").write_text("x")
     script = """if True:
         import os, sys
-        from mrl.sandbox.confine import kernel, landlock
+        from mrl.sandbox.confine import kernel, landlock, layers
         folder, = sys.argv[1:]
         rules = landlock.make_ruleset([folder], [folder + "/site-packages"])
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        kernel.landlock_restrict(rules)
+        layers.perform([kernel.landlock_restrict(rules)])
         assert open(folder + "/module").read() == "x" and "module" in os.listdir(folder)
         try: print(open(folder + "/site-packages/solutions").read())
         except PermissionError: print("withheld")

@@ -19,16 +19,16 @@ HOLDS = "assert f(3) == 6"
 UNIT = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 6)"
 CAUGHT = "try:\n    held = f(3) == 6\nexcept Exception:\n    held = False\n    raise AssertionError"
 MISTAKES = {
-    "a name that there is not": ("link.py", "        token = secrets", "        token = nope + secrets", HOLDS),
+    "a name that there is not": ("link.py", "        token = os", "        token = nope + os", HOLDS),
     "an attribute of our own": (
         "link.py",
-        "self.take_changes(changes)\n                value",
-        "self.nope()\n                value",
+        "                value = self.decode(node)",
+        "                self.nope()",
         HOLDS,
     ),
     "a name of a module of ours": ("link.py", "name = library.name_of(", "name = library.nope(", "f(len)"),
-    "in a test class": ("link.py", "        token = secrets", "        token = nope + secrets", UNIT),
-    "that the test caught": ("link.py", "        token = secrets", "        token = nope + secrets", CAUGHT),
+    "in a test class": ("link.py", "        token = os", "        token = nope + os", UNIT),
+    "that the test caught": ("link.py", "        token = os", "        token = nope + os", CAUGHT),
     "before any test": ("names.py", "bound = set().union", "bound = {}.union", HOLDS),
 }
 

@@ -27,7 +27,7 @@ def answered(*bodies: bytes, kind: protocol.Kind = protocol.Kind.ANSWER) -> Any:
     ours, theirs = socket.socketpair()
     given = [1, 2]
     with pytest.MonkeyPatch.context() as patch, ours, theirs:
-        patch.setattr(link_module.secrets, "token_hex", lambda _: TOKEN)
+        patch.setattr(link_module.os, "urandom", bytes)
         for body in bodies:
             protocol.send(theirs.fileno(), kind, body)
         theirs.shutdown(socket.SHUT_WR)
@@ -103,7 +103,7 @@ def test_changes_reach_only_what_was_given() -> None:
     ours, theirs = socket.socketpair()
     first, second = [1], [2]
     with pytest.MonkeyPatch.context() as patch, ours, theirs:
-        patch.setattr(link_module.secrets, "token_hex", lambda _: TOKEN)
+        patch.setattr(link_module.os, "urandom", bytes)
         link = Link(ours.fileno(), lambda _: {})
         protocol.send(theirs.fileno(), protocol.Kind.ANSWER, message(None, [[0, [5]]]))
         link.ask("call", first)
