@@ -18,15 +18,27 @@ MAX_MESSAGE = 64_000_000
 
 
 class Kind(Enum):
-    """byte, sender, receiver. Client: the trainer's process. Slot: the supervisor. Program and judge are confined."""
+    """byte, sender, receiver. Client: the trainer's process. Slot: the supervisor. Server: its fork-server. Program and
+    judge are confined."""
 
     REQUEST = b"x", "client", "slot"
-    READY = b"r", "slot", "client"
+    READY = b"r", "slot or server", "client or slot"
     NOT_READY = b"f", "slot", "client"
     OBSERVATION = b"o", "slot", "client"
     HELLO = b"h", "agent", "client"
     """Of a machine apart. There, REQUEST and OBSERVATION begin with eight bytes of number, and NOT_READY says that
     nothing will follow."""
+
+    LAUNCH = b"L", "slot", "server"
+    """Fork a child, or two, for which the descriptors come along. Between slot and server a message is a datagram: the
+    byte, and a fixed form, see `Datagram`."""
+    STARTED = b"T", "server", "slot"
+    """Of each child, with a pidfd."""
+    REAP = b"R", "slot", "server"
+    ENDED = b"W", "server", "slot"
+    """The answer to REAP."""
+    LOST = b"G", "server", "slot"
+    """Why it ends. Its last message."""
 
     SCRIPT = b"s", "slot", "program"
     """The program, to be run as it is."""
@@ -78,6 +90,33 @@ class Kind(Enum):
 
 
 _KINDS = {kind.byte: kind for kind in Kind}
+
+
+class Datagram:
+    """A message between a slot and its server: the byte of its kind, and numbers in a fixed form."""
+
+    def __init__(self, kind: Kind, form: str) -> None:
+        self.byte, self.form = kind.byte, struct.Struct(f"=c{form}")
+
+    def pack(self, *numbers: Any) -> bytes:
+        return self.form.pack(self.byte, *numbers)
+
+    def unpack(self, data: bytes) -> tuple[Any, ...]:
+        """Raises ValueError for another message, with the text of Kind.LOST."""
+        if data[:1] != self.byte or len(data) != self.form.size:
+            raise ValueError(data[1:].decode("utf-8", "replace")[:500] or "the server is gone")
+        return self.form.unpack(data)[1:]
+
+
+PROGRAM, JUDGE, BOTH = range(3)
+LAUNCH = Datagram(Kind.LAUNCH, "BdIIII")
+"""PROGRAM, JUDGE or BOTH (the judge first, and then the descriptors of both), seconds of processor time, megabytes of
+scratch and of memory, open files, threads."""
+STARTED, REAP = Datagram(Kind.STARTED, "i"), Datagram(Kind.REAP, "i?")
+"""A pid. A pid or 0, and whether the execution is over."""
+ENDED = Datagram(Kind.ENDED, "idq")
+"""What `kernel.wait` says."""
+
 _coder: Any = json.encoder
 _scan = vars(json.JSONDecoder())["scan_once"]
 _chunks: Callable[..., Iterable[str]] = json.JSONEncoder(check_circular=False).iterencode

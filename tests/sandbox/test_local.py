@@ -248,6 +248,17 @@ async def test_what_only_some_programs_make_impossible_is_their_failure(sandbox)
 
 
 @needs_layer
+async def test_a_descriptor_that_the_program_names_is_not_opened(sandbox):
+    """It would be the judge's own: its channel, or what it writes its results to."""
+    said = '[true,"",""]'
+    message = "\\0\\0\\0" + chr(len(said)) + "B" + said
+    tests = ("with open(path(), 'w') as h: h.write(text())", "assert f(1) == 2", "assert f(1) == 3")
+    for descriptor, text in ((3, message * 3), (5, f"{said}\\n" * 3), (True, said)):
+        code = f"def path(): return {descriptor}\ndef text(): return '{text}'\ndef f(x): return x"
+        verdict = await judge(sandbox, code, *tests)
+        assert passed(verdict) == [False] * 3, (descriptor, verdict)
+
+
 async def test_a_name_of_the_tests_is_never_the_programs(sandbox):
     code = "def helper(x): return 5\nclass math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 1\n"
     code += "class Fraction:\n    def __init__(s, *a): pass\n    def __eq__(s, o): return True\n"

@@ -88,8 +88,10 @@ def wait(pid: int) -> tuple[int, float, int]:
     looks for a module first, and makes an object of sixteen numbers.)"""
     if _BARE.wait4(pid, _STATUS, 0, _USAGE) != pid:
         raise ChildProcessError(f"no child {pid}")
-    user, user_micro, system, system_micro, peak = _TIMES.unpack_from(_USAGE)
-    return _STATUS[0], user + system + (user_micro + system_micro) / 1e6, peak
+    status, (user, user_micro, system, system_micro, peak) = _STATUS[0], _TIMES.unpack_from(_USAGE)
+    _STATUS[0] = 0
+    ctypes.memset(_USAGE, 0, ctypes.sizeof(_USAGE))  # the next child is a copy of this process
+    return status, user + system + (user_micro + system_micro) / 1e6, peak
 
 
 def set_hostname(name: str) -> None:

@@ -39,8 +39,8 @@ FIXED = {
 LIMITED = [getattr(resource, f"RLIMIT_{name}") for name in ("CPU", "FSIZE", "NOFILE", "AS", "NPROC")]
 """By the execution's limits."""
 CEILINGS = {kind: resource.getrlimit(kind)[1] for kind in (*FIXED, *LIMITED)}
-NOTES_MB = 64
-"""What a judge may write down; where it may write files otherwise, there is less room."""
+NOTES_MB, JUDGE_FILES = 64, 16
+"""What a judge may write down (where it may write files otherwise, there is less room), and open, at least."""
 FIRST_UID, UIDS = 61184, 2168  # systemd's range for users made up on the spot: half for programs, half for judges
 
 
@@ -104,8 +104,6 @@ class Confinement:
         self.layer, self.uid, self.scratch = layer, uid, scratch
         self.work = ""
         """Where a child without isolation is."""
-        self.clean: tuple[Any, ...] = ()
-        """What says that nothing was written in layer A's scratch folder since it was made."""
         self.readable = [path for path in readable if may_read(path)]  # else: only preloaded ones
         self.own_user = uid is not None or layer == "A"  # then the kernel counts its threads and nobody else's
         self.filter = Filter(layer) if layer in LAYERS else None
@@ -125,9 +123,7 @@ class Confinement:
     def clear_scratch(self, megabytes: int) -> None:
         """In the server, before it forks what runs a program and its tests: where they may write. Raises OSError."""
         if self.layer == "A":
-            if self.clean != (megabytes, *times_of(namespaces.SCRATCH)):
-                namespaces.fresh_scratch(megabytes)
-                self.clean = (megabytes, *times_of(namespaces.SCRATCH))
+            namespaces.fresh_scratch(megabytes)
         elif self.layer == "unsafe":
             self.clear_work()
             self.work = scratch.make_inner(self.scratch, self.uid)
@@ -141,12 +137,12 @@ class Confinement:
     def acts(self, limits: Sequence[Any], parent: int, judges: bool) -> list[Act]:
         """What a child does to enter the layer. Made in the server: what a child makes is pages that it copies.
 
-        limits: see `server.LAUNCH`. judges: it will not run a program."""
+        limits: see `protocol.LAUNCH`. judges: it will not run a program."""
         _, cpu_seconds, file_mb, memory_mb, open_files, threads = limits
         acts: list[Act] = [
             limit(resource.RLIMIT_CPU, max(1, math.ceil(cpu_seconds))),
             limit(resource.RLIMIT_FSIZE, (max(file_mb, NOTES_MB) if judges else file_mb) << 20),
-            limit(resource.RLIMIT_NOFILE, open_files),
+            limit(resource.RLIMIT_NOFILE, max(open_files, JUDGE_FILES) if judges else open_files),
             limit(resource.RLIMIT_AS, self.baseline + (memory_mb << 20)),
             limit(resource.RLIMIT_NPROC, thread_limit(threads, self.own_user)),
         ]
@@ -186,13 +182,6 @@ def end_without(parent: int) -> None:
 
 def set_umask(mask: int) -> None:
     os.umask(mask)
-
-
-def times_of(path: str) -> tuple[int, ...]:
-    """What is no longer the same once something was made, removed or changed in a folder of layer A's, or of the folder
-    itself. (A clock that stands still for some milliseconds may hide what was undone at once.)"""
-    seen = os.stat(path)
-    return seen.st_ctime_ns, seen.st_mtime_ns, seen.st_atime_ns, seen.st_mode, seen.st_size
 
 
 def limit(kind: int, wanted: int) -> Act:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import protocol
-from ..protocol import Kind
-from . import server
+from ..protocol import BOTH, ENDED, JUDGE, LAUNCH, PROGRAM, REAP, STARTED, Datagram, Kind
 from .process import Ended, Process
 
 REAP_SECONDS = 10.0
@@ -314,22 +313,16 @@ class Judging:
 
     def launch(self, *processes: Process) -> None:
         """Have the server fork the children, a judge first. Raises ServerLost."""
-        what = server.BOTH if len(processes) == 2 else server.JUDGE if processes[0] is self.judge else server.PROGRAM
+        what = BOTH if len(processes) == 2 else JUDGE if processes[0] is self.judge else PROGRAM
         limits, left = self.request["limits"], self.left()
-        numbers = (limits[name] for name in ("file_mb", "memory_mb", "open_files", "processes"))
-        message = server.LAUNCH.pack(what, left["cpu_seconds"], *numbers)
+        numbers = (int(limits[name]) for name in ("file_mb", "memory_mb", "open_files", "processes"))
+        message = LAUNCH.pack(what, left["cpu_seconds"], *numbers)
         inner = array("i", (fd for process in processes for fd in process.inner))
         self.server.sendmsg([message], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, inner)])
         for process in processes:
             process.close_inner()
         for process in processes:
-            try:
-                said, rights, _, _ = self.server.recvmsg(1000, _socket.CMSG_SPACE(4))
-            except TimeoutError:
-                raise ServerLost("the server did not start a program") from None
-            if not rights:
-                raise ServerLost(f"the server could not start a program: {said.decode(errors='replace')[:200]}")
-            (process.pid,) = server.STARTED.unpack(said)
+            (process.pid,), rights = self.hear(STARTED)
             (process.handle,) = protocol.DESCRIPTOR.unpack(rights[0][2])
 
     def reap(self, process: Process) -> Ended:
@@ -342,14 +335,18 @@ class Judging:
         return process.ended
 
     def tell(self, pid: int, last: bool = False) -> Ended:
-        self.server.send(server.REAP.pack(pid, last))
+        self.server.send(REAP.pack(pid, last))
+        return Ended(*self.hear(ENDED)[0])
+
+    def hear(self, what: Datagram) -> tuple[tuple[Any, ...], list[Any]]:
+        """Numbers, and descriptors. Raises ServerLost."""
         try:
-            data = self.server.recv(1000)
+            said, rights, _, _ = self.server.recvmsg(1000, _socket.CMSG_SPACE(4))
+            return what.unpack(said), rights
         except TimeoutError:
-            raise ServerLost("a program could not be ended") from None
-        if len(data) != server.ENDED.size:
-            raise ServerLost(data.decode(errors="replace")[:200] or "the server is gone")
-        return Ended(*server.ENDED.unpack(data))
+            raise ServerLost("the server does not answer") from None
+        except ValueError as error:
+            raise ServerLost(f"the server did not do its part: {error}") from None
 
     def end_judge(self) -> None:
         if self.judge is not None:
@@ -466,10 +463,13 @@ class Judging:
             raise ValueError("a message out of turn")
 
     def take_results(self, judge: Process) -> None:
-        """Those it has written down. Raises NotRun, ValueError."""
+        """Those it has written down. Raises NotRun."""
         for line in judge.new_notes():
-            passed, detail, flag = protocol.parse(line)
-            self.results[self.pending.pop(0)] = [passed, detail, flag]
+            try:
+                passed, detail, flag = protocol.parse(line)
+                self.results[self.pending.pop(0)] = [passed, detail, flag]
+            except (ValueError, TypeError, IndexError):
+                raise NotRun("the judge broke its protocol: a note that is none") from None
             if flag == "fault":
                 raise NotRun(f"a mistake of the judge's own: {detail}")
 

@@ -20,7 +20,7 @@ from .. import protocol
 from ..confine import kernel
 from ..confine.layers import Confinement, perform
 from ..judge import values
-from ..protocol import Kind
+from ..protocol import BOTH, ENDED, JUDGE, LAUNCH, PROGRAM, REAP, STARTED, Kind
 from . import child
 
 _COMMON = """
@@ -44,20 +44,11 @@ unittest.mock urllib.parse urllib.request uuid wave xml.dom.minidom xml.etree.El
 RARE = _RARE.split()
 """What else they import where nothing can be opened any more: in layer C, and below a root's private folders."""
 
-
 REQUESTS = 5
 """The descriptor that requests arrive on. Those below are free: a child's stdin, stdout, stderr, channel and link
 arrive there, where it is to have them."""
-PROGRAM, JUDGE, BOTH = b"pjb"
 WHO = {PROGRAM: (False,), JUDGE: (True,), BOTH: (True, False)}
-LAUNCH = struct.Struct("=BdIIII")
-"""PROGRAM, JUDGE or BOTH (the judge first, and then the descriptors of both), seconds of processor time, megabytes of
-scratch and of memory, open files, threads."""
-REAP = struct.Struct("=i?")
-"""The pid or 0, and whether the execution is over."""
-STARTED, ENDED = struct.Struct("=i"), struct.Struct("=idq")
-"""A pid; what `kernel.wait` says."""
-NOBODY = ENDED.pack(0, 0.0, 0)
+"""Which of the children judge."""
 RIGHTS = struct.Struct("=10i")
 SPACE = _socket.CMSG_SPACE(RIGHTS.size)
 
@@ -103,22 +94,23 @@ def serve(requests: _socket.socket, confinement: Confinement, baseline: int) -> 
     random.seed(0)  # the same program does the same thing every time
     gc.collect()
     gc.freeze()  # collections in the children do not touch, and so do not copy, our pages
-    requests.send(b"ready")
+    requests.send(Kind.READY.byte)
     os.closerange(0, REQUESTS)  # what a child is given arrives there
     receive, send, fork, close, open_handle = requests.recvmsg, requests.sendmsg, os.fork, os.close, os.pidfd_open
+    reaping, started, says = REAP.byte, STARTED.byte, STARTED.form.pack
     last, everyone = b"", list[list[kernel.Act]]()
     while True:
         data, rights, _, _ = receive(64, SPACE)
-        if len(data) != LAUNCH.size:
-            if not data:
-                os._exit(0)
-            ended, over = REAP.unpack(data)
-            requests.send(reap(ended, over, confinement))
+        if not data:
+            os._exit(0)
+        if data[:1] == reaping:
+            requests.send(reap(confinement, *REAP.unpack(data)))
             continue
         if data != last or not confinement.own_user:
             last, limits = data, LAUNCH.unpack(data)
-            everyone = [confinement.acts(limits, me, judges) for judges in WHO[data[0]]]
-        confinement.clear_scratch(limits[2])
+            everyone = [confinement.acts(limits, me, judges) for judges in WHO[limits[0]]]
+        if limits[0] != JUDGE:  # which shares the folder of the program that is there
+            confinement.clear_scratch(limits[2])
         for second, acts in enumerate(everyone):
             if apart and unshare(*new):
                 raise OSError("unshare was refused")
@@ -128,7 +120,7 @@ def serve(requests: _socket.socket, confinement: Confinement, baseline: int) -> 
             if apart and setns(*own):  # the next child gets a pid namespace of its own again
                 raise OSError("setns was refused")
             handle = open_handle(pid)
-            send((STARTED.pack(pid),), ((_socket.SOL_SOCKET, _socket.SCM_RIGHTS, protocol.DESCRIPTOR.pack(handle)),))
+            send((says(started, pid),), ((_socket.SOL_SOCKET, _socket.SCM_RIGHTS, protocol.DESCRIPTOR.pack(handle)),))
             close(handle)
         os.closerange(0, REQUESTS)
         if len(everyone) == 2:
@@ -150,13 +142,13 @@ def become(second: int, rights: list, acts: list[kernel.Act]) -> None:
     child.run()
 
 
-def reap(pid: int, last: bool, confinement: Confinement) -> bytes:
+def reap(confinement: Confinement, pid: int, last: bool) -> bytes:
     """How a child ended. pid: 0 for none. last: nothing of the execution is to go on."""
     if confinement.layer != "unsafe":
         return ENDED.pack(*kernel.wait(pid))
     if pid:
         end_group(pid)
-    ended = ENDED.pack(*kernel.wait(pid)) if pid else NOBODY
+    ended = ENDED.pack(*(kernel.wait(pid) if pid else (0, 0.0, 0)))
     if last:
         end_orphans()
         confinement.clear_work()

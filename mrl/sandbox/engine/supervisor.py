@@ -38,7 +38,7 @@ def main() -> None:
 def work(control: int, settings: dict[str, Any]) -> None:
     """One execution after another, until it is time to end."""
     try:
-        requests = start(settings)
+        requests, ahead = start(settings)
     except (OSError, ImportError, LookupError, RuntimeError) as error:
         protocol.send(control, Kind.NOT_READY, f"{type(error).__name__}: {error}".encode())
         return
@@ -54,7 +54,7 @@ def work(control: int, settings: dict[str, Any]) -> None:
         protocol.send(control, Kind.OBSERVATION, protocol.dump(observation))
         if observation["status"] == "sandbox_error":
             return  # a new supervisor is cheaper than knowing what this one is still good for
-        if settings["layer"] != "unsafe":
+        if ahead:
             judging.prepare(message, requests, control, kept)
 
 
@@ -76,8 +76,10 @@ def wait_for_request(control: int, requests: _socket.socket, parent: int) -> dic
             return None
 
 
-def start(settings: dict[str, Any]) -> _socket.socket:
-    """The socket to a server that is ready. Raises OSError, ImportError, RuntimeError."""
+def start(settings: dict[str, Any]) -> tuple[_socket.socket, bool]:
+    """The socket to a server that is ready, and whether a process may wait there for the next program: not without
+    isolation, and not where the limit of its threads counts those that others have at the time. Raises OSError,
+    ImportError, RuntimeError."""
     layer = settings["layer"]
     sys.path[:] = [path for path in sys.path if path and os.path.isdir(path)] + settings["paths"]
     hidden = os.geteuid() == 0 and layer != "A" and not all(map(layers.is_public, sys.path))
@@ -99,10 +101,10 @@ def start(settings: dict[str, Any]) -> _socket.socket:
     theirs.close()
     ours.settimeout(20)
     answer = ours.recv(65536)
-    if answer != b"ready":
-        raise RuntimeError(answer.decode(errors="replace") or "the server ended at its start")
+    if answer != Kind.READY.byte:
+        raise RuntimeError(answer[1:].decode(errors="replace") or "the server ended at its start")
     ours.settimeout(judging.REAP_SECONDS)
-    return ours
+    return ours, layer == "A" or (layer != "unsafe" and uid is not None)
 
 
 def run_server(
@@ -135,6 +137,6 @@ def run_server(
         server.serve(requests, confinement, baseline)
     except BaseException as error:
         try:
-            requests.send(f"{type(error).__name__}: {error}".encode())
+            requests.send(Kind.LOST.byte + f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(1)

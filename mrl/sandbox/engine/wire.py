@@ -15,7 +15,7 @@ MAX_TEXT = 2000
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-_limits = functools.cache(asdict)  # most executions have the same
+_limits = functools.lru_cache(16)(asdict)  # most executions have the same
 
 
 def encode_request(execution: Execution) -> bytes:

@@ -31,6 +31,7 @@ from .instrument import Watch, helpers, instrumented
 from .link import Gone, Link
 from .mirrors import LINK, Mirror
 from .names import PROGRAM_MODULES, Names, Test
+from .values import Refused
 
 MAX_DETAIL = 1500
 MAX_REPORT = 4_000_000
@@ -309,6 +310,14 @@ def prepare_modules(unit_tests: bool) -> None:
 
         setattr(inspect, name, asking)
     random.seed = _noting("seed", random.seed)
+    opened = builtins.open
+
+    def open_(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, int):  # the judge's own, named by the program
+            raise Refused("not judgeable here, because the test opens a descriptor")
+        return opened(file, *args, **kwargs)
+
+    builtins.open = open_
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed = _noting("np_seed", numpy.random.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,16 @@ LEAVINGS = {
     "a full folder": "open('left', 'wb').write(bytes(15 << 20))",
     "a folder that nobody may enter": "os.chmod('.', 0)",
     "another time": "os.utime('.', (1, 1))",
+    "a file without a name, on its way": (
+        "import array, socket\n"
+        "for _ in range(15):\n"
+        "    file = os.open('.', os.O_TMPFILE | os.O_RDWR, 0o600)\n"
+        "    os.write(file, bytes(1 << 20))\n"
+        "    a, b = socket.socketpair()\n"
+        "    rights = array.array('i', [a.fileno(), b.fileno(), file])\n"
+        "    a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])\n"
+        "    [os.close(fd) for fd in (a.detach(), b.detach(), file)]"
+    ),
 }
 
 
@@ -66,6 +77,44 @@ def test_the_scratch_folder_is_as_new(executor: IsolatedExecutor) -> None:
         left, seen = judged(executor, leave, clean)
         assert left.verdict.status == "passed", (what, left.verdict)
         assert seen.verdict.status == "passed", (what, seen.verdict)
+
+
+def test_a_program_and_its_judge_share_it(executor: IsolatedExecutor) -> None:
+    if executor.layer != "A":
+        pytest.skip("only layer A has one")
+    tests = ("f('hello')\nassert open('made').read() == 'hello'", "open('given', 'w').write('x')\nassert g() == 'x'")
+    code = "def f(x): open('made', 'w').write(x)\ndef g(): return open('given').read()"
+    for one in judged(executor, *[Execution(code, tests)] * 3):
+        assert one.verdict.status == "passed", one.verdict
+
+
+def test_threads_that_others_start_are_not_the_programs(executor: IsolatedExecutor) -> None:
+    """Where a program has no user of its own, its limit counts everybody's threads."""
+    code = "import threading\ndef f(x):\n  t = threading.Thread(target=print)\n  t.start(); t.join()\n  return x + 1"
+    release = threading.Event()
+    others = [threading.Thread(target=release.wait) for _ in range(300)]
+    try:
+        (before,) = judged(executor, Execution(code, TESTS))
+        for thread in others:
+            thread.start()
+        (after,) = judged(executor, Execution(code, TESTS))
+    finally:
+        release.set()
+    assert (before.verdict.status, after.verdict.status) == ("passed", "passed"), after.verdict
+
+
+def test_nothing_is_known_of_the_one_before(executor: IsolatedExecutor) -> None:
+    code = (
+        "import sys\nkernel = sys.modules['mrl_sandbox.confine.kernel']\n"
+        "def f(): return [*kernel._USAGE, *kernel._STATUS]"
+    )
+    for one in judged(executor, *[Execution(code, ("assert set(f()) == {0}",))] * 2):
+        assert one.verdict.status == "passed", one.verdict
+
+
+def test_few_descriptors_are_the_programs_alone(executor: IsolatedExecutor) -> None:
+    for one in judged(executor, *(Execution(CODE, TESTS, Limits(open_files=count)) for count in (5, 6, 7))):
+        assert one.verdict.status == "passed", one.verdict
 
 
 def test_what_waits_has_the_limits_of_the_one_that_comes(executor: IsolatedExecutor) -> None:
