@@ -141,6 +141,8 @@ def test_results_need_no_room_of_the_programs(executor: IsolatedExecutor) -> Non
 
 def test_what_waits_may_die(executor: IsolatedExecutor) -> None:
     """The kernel takes a waiting process first when memory is short: the next program is judged all the same."""
+    if executor.layer != "A":
+        pytest.skip("in layers B and C none waits where programs have no user of their own")
     for _ in range(4):
         (one,) = judged(executor, Execution(CODE, TESTS))
         assert one.verdict.status == "passed", one.verdict
