@@ -259,6 +259,7 @@ async def test_a_descriptor_that_the_program_names_is_not_opened(sandbox):
         assert passed(verdict) == [False] * 3, (descriptor, verdict)
 
 
+@needs_layer
 async def test_a_name_of_the_tests_is_never_the_programs(sandbox):
     code = "def helper(x): return 5\nclass math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 1\n"
     code += "class Fraction:\n    def __init__(s, *a): pass\n    def __eq__(s, o): return True\n"

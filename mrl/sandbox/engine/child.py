@@ -83,16 +83,15 @@ def rehearse() -> None:
 
 def run_script(code: str, control: int) -> None:
     """As `python program.py` would: threads are waited for, exit functions run, objects are given up."""
-    names = NAMES
     meet_scripts(code)
-    status = load(code, names, control)
+    status = load(code, NAMES, control)
     try:
         threading = sys.modules.get("threading")
         if threading is not None:
             threading._shutdown()
         atexit._run_exitfuncs()
         status = status if flush() else status or 120
-        give_up(names)
+        give_up(NAMES)
     except BaseException:
         status = status or 120
     if not flush():

@@ -47,7 +47,7 @@ RARE = _RARE.split()
 REQUESTS = 5
 """The descriptor that requests arrive on. Those below are free: a child's stdin, stdout, stderr, channel and link
 arrive there, where it is to have them."""
-WHO = {PROGRAM: (False,), JUDGE: (True,), BOTH: (True, False)}
+JUDGES = {PROGRAM: (False,), JUDGE: (True,), BOTH: (True, False)}
 """Which of the children judge."""
 RIGHTS = struct.Struct("=10i")
 SPACE = _socket.CMSG_SPACE(RIGHTS.size)
@@ -83,8 +83,8 @@ def serve(requests: _socket.socket, confinement: Confinement, baseline: int) -> 
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
     me, apart, unsafe = os.getpid(), confinement.layer == "A", confinement.layer == "unsafe"
-    _, unshare, new = kernel.act("unshare", kernel.CLONE_NEWPID)
-    _, setns, own = kernel.act("setns", os.pidfd_open(me), kernel.CLONE_NEWPID)
+    _, unshare, to_new = kernel.act("unshare", kernel.CLONE_NEWPID)
+    _, setns, to_own = kernel.act("setns", os.pidfd_open(me), kernel.CLONE_NEWPID)
     if unsafe:  # what a program leaves behind becomes ours, and ends with it
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - each child's own
@@ -97,33 +97,34 @@ def serve(requests: _socket.socket, confinement: Confinement, baseline: int) -> 
     requests.send(Kind.READY.byte)
     os.closerange(0, REQUESTS)  # what a child is given arrives there
     receive, send, fork, close, open_handle = requests.recvmsg, requests.sendmsg, os.fork, os.close, os.pidfd_open
-    reaping, started, says = REAP.byte, STARTED.byte, STARTED.form.pack
-    last, everyone = b"", list[list[kernel.Act]]()
+    reap_byte, started_byte, pack_started = REAP.byte, STARTED.byte, STARTED.form.pack
+    last, acts_of_each = b"", list[list[kernel.Act]]()
     while True:
         data, rights, _, _ = receive(64, SPACE)
         if not data:
             os._exit(0)
-        if data[:1] == reaping:
+        if data[:1] == reap_byte:
             requests.send(reap(confinement, *REAP.unpack(data)))
             continue
         if data != last or not confinement.own_user:
             last, limits = data, LAUNCH.unpack(data)
-            everyone = [confinement.acts(limits, me, judges) for judges in WHO[limits[0]]]
+            acts_of_each = [confinement.acts(limits, me, judges) for judges in JUDGES[limits[0]]]
         if limits[0] != JUDGE:  # which shares the folder of the program that is there
             confinement.clear_scratch(limits[2])
-        for second, acts in enumerate(everyone):
-            if apart and unshare(*new):
+        for second, acts in enumerate(acts_of_each):
+            if apart and unshare(*to_new):
                 raise OSError("unshare was refused")
             pid = fork()
             if pid == 0:
                 become(second, rights, acts)
-            if apart and setns(*own):  # the next child gets a pid namespace of its own again
+            if apart and setns(*to_own):  # the next child gets a pid namespace of its own again
                 raise OSError("setns was refused")
             handle = open_handle(pid)
-            send((says(started, pid),), ((_socket.SOL_SOCKET, _socket.SCM_RIGHTS, protocol.DESCRIPTOR.pack(handle)),))
+            pidfd = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, protocol.DESCRIPTOR.pack(handle))
+            send((pack_started(started_byte, pid),), (pidfd,))
             close(handle)
         os.closerange(0, REQUESTS)
-        if len(everyone) == 2:
+        if len(acts_of_each) == 2:
             for fd in RIGHTS.unpack(rights[0][2])[REQUESTS:]:
                 close(fd)
 

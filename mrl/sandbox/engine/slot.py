@@ -131,7 +131,6 @@ class Slot:
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # which -I would not read: a program does the same thing every time
     "LC_ALL": "C.UTF-8",
-    "LD_BIND_NOW": "1",  # else each child looks the same symbols up
     "MALLOC_ARENA_MAX": "2",
     "OPENBLAS_NUM_THREADS": "1",  # a library's threads would not survive the fork
     "OMP_NUM_THREADS": "1",
